@@ -1,0 +1,57 @@
+# Two commands matter: `make train` and `make test`. Each sets up what it needs in .venv.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+IN_VENV := PATH="$(abspath $(BIN)):$$PATH"
+
+.PHONY: help setup train compare test lint clean
+
+help: ## list the targets
+	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
+
+setup: $(STAMP) ## make .venv and install the project into it (PYTHON=..., VENV=...)
+
+# The stamp is written last, so an interrupted install is taken up again by the next call.
+$(STAMP): setup.py constraints.txt pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) was not found; set PYTHON=/path/to/python3.11 or newer." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit("error: Python 3.11 or newer is needed, but $(PYTHON) is %d.%d; set PYTHON=/path/to/python3.11 or newer." % v[:2] if v < (3, 11) else 0)'
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	@# torch and torchvision in one command: their builds must match
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch torchvision
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,text]'
+	@touch $@
+
+train: $(STAMP) ## the main job on all GPUs, or on 2 CPU ranks (ARGS="--option value ...")
+	@gpus=$$($(BIN)/python -c "import torch; print(torch.cuda.device_count())"); \
+	if [ "$$gpus" -gt 0 ]; then \
+	  echo "training on $$gpus GPU(s)"; \
+	  $(IN_VENV) deepspeed launch/train.py $(ARGS); \
+	else \
+	  threads=$$($(BIN)/python -c "import os; print(max(1, len(os.sched_getaffinity(0)) // 2))"); \
+	  echo "no GPU: training on 2 CPU ranks"; \
+	  $(IN_VENV) DS_ACCELERATOR=cpu OMP_NUM_THREADS="$${OMP_NUM_THREADS:-$$threads}" \
+	    deepspeed --num_accelerators 2 launch/train.py $(ARGS); \
+	fi
+
+compare: $(STAMP) ## the main job and its dense twin, one after the other, with a table (ARGS as above)
+	$(IN_VENV) python launch/main_job.py $(ARGS)
+
+lint: $(STAMP) ## style (ruff) and types (mypy)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint ## style, types and all tests (PYTEST_ARGS="-k name")
+	$(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -q --durations=10 $(PYTEST_ARGS)
+
+clean: ## remove .venv, build output and caches; runs are kept
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

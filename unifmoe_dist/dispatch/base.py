@@ -1,0 +1,44 @@
+"""The dispatcher protocol: tokens go to the ranks that hold their experts, one summed row comes back.
+
+A dispatcher is a small object without parameters. `dispatch` starts the journey and returns an `Exchange`; work that
+needs no exchange (the shared expert) goes between `dispatch` and `Exchange.arrivals`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """Rows for the experts held on this rank.
+
+    Args:
+        x: (R, D) tokens.
+        gates: (R, K_local) float32 coefficients of the local experts; 0 where an expert is not active.
+        blocks: (R, B) bool, residual blocks to compute.
+    """
+
+    x: Tensor
+    gates: Tensor
+    blocks: Tensor
+
+
+class Exchange(Protocol):
+    """One journey there and back."""
+
+    def arrivals(self) -> Arrivals:
+        """Wait for the rows sent to this rank's experts."""
+
+    def combine(self, rows: Tensor) -> Tensor:
+        """Send (R, D) expert outputs home and sum them per token: (N, D)."""
+
+
+class Dispatcher(Protocol):
+    """Starts exchanges; every implementation has the same outputs and gradients, and none drops a token."""
+
+    def dispatch(self, x: Tensor, gates: Tensor, blocks: Tensor) -> Exchange:
+        """Start sending (N, D) tokens with (N, K) gates and (N, B) residual block masks."""

@@ -1,0 +1,1 @@
+"""Training on DeepSpeed: command line, ranks, data order, checkpoints and the training loop."""

@@ -1,0 +1,103 @@
+"""From a configuration to the task, the model, the optimiser and DeepSpeed's own configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.data.base import TaskData
+from unifmoe_dist.engine.ranks import Ranks
+from unifmoe_dist.upcycling import moe_layers, upcycle
+
+
+def build_task(config: TrainConfig) -> TaskData:
+    """The data and the dense backbone that the configuration names."""
+    seed = config.seed if config.data.split_seed is None else config.data.split_seed
+    if config.data.task == "digits":
+        from unifmoe_dist.data.digits import digits_task
+
+        return digits_task(config.data.held_out, seed)
+    from unifmoe_dist.data.acceptability import acceptability_task
+
+    return acceptability_task(seed, config.model.pretrained)
+
+
+def build_model(config: TrainConfig, task: TaskData, ranks: Ranks | None = None) -> nn.Module:
+    """The dense backbone, upcycled if the configuration asks for it. Seed torch first."""
+    model = task.build_model()
+    if config.model.moe == "unif":
+        model = upcycle(
+            model, layers=config.model.layers, num_experts=config.model.num_experts,
+            num_blocks=config.model.num_blocks, expert_group=None if ranks is None else ranks.expert_group,
+            dispatcher=config.model.dispatcher,
+        )  # fmt: skip
+    if config.parallel.gradient_checkpointing:
+        enable: Any = getattr(model, "gradient_checkpointing_enable", None) or model.set_grad_checkpointing
+        enable()
+    return model
+
+
+def mark_experts(model: nn.Module, ranks: Ranks) -> None:
+    """Tell DeepSpeed which parameters differ between the ranks of an expert-parallel group."""
+    if ranks.expert_group is None:
+        return
+    for layer in moe_layers(model).values():
+        for parameter in layer.experts.parameters():
+            parameter.allreduce = False  # type: ignore[attr-defined]
+            parameter.group_name = ranks.expert_group_name  # type: ignore[attr-defined]
+
+
+def build_optimizer(config: TrainConfig, model: nn.Module, ranks: Ranks) -> torch.optim.Optimizer:
+    """The optimiser; routers, biases and norms are not decayed, sharded experts form groups of their own."""
+    kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            plain = name.endswith(("router.weight", "bias")) or parameter.ndim < 2
+            kinds.setdefault((not plain, not getattr(parameter, "allreduce", True)), []).append(parameter)
+    groups = []
+    for (decayed, sharded), parameters in kinds.items():
+        group: dict[str, Any] = {"params": parameters, "weight_decay": config.optim.weight_decay if decayed else 0.0}
+        if sharded:
+            group.update(moe=True, name=ranks.expert_group_name)
+        groups.append(group)
+    optim = config.optim
+    if optim.name == "sgd":
+        return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)
+    kind = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
+    return kind(groups, lr=optim.lr, betas=optim.betas)
+
+
+def build_schedule(config: TrainConfig) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]:
+    """A function from the optimiser to its learning-rate schedule, one step per optimiser step."""
+    from transformers import get_scheduler
+
+    name = "constant_with_warmup" if config.optim.schedule == "constant" else config.optim.schedule
+    return lambda optimizer: get_scheduler(
+        name, optimizer, num_warmup_steps=config.optim.warmup_steps, num_training_steps=config.steps
+    )
+
+
+def deepspeed_config(config: TrainConfig, folder: Path, world_size: int, environments: int) -> dict[str, Any]:
+    """DeepSpeed's configuration. `environments` multiplies the batch, which is given per environment."""
+    accumulation = config.parallel.gradient_accumulation
+    batch = config.data.batch_size * environments
+    result: dict[str, Any] = {
+        "train_batch_size": batch,
+        "train_micro_batch_size_per_gpu": batch // world_size // accumulation,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": config.optim.grad_clip,
+        "zero_optimization": {"stage": config.parallel.zero_stage},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 2**31,
+        "tensorboard": {"enabled": True, "output_path": str(folder / "tensorboard"), "job_name": "train"},
+    }
+    if config.parallel.precision == "bf16":
+        result["bf16"] = {"enabled": True}
+    elif config.parallel.precision == "fp16":
+        result["fp16"] = {"enabled": True, "initial_scale_power": 12}
+    return result

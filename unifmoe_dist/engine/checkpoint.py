@@ -1,0 +1,284 @@
+"""Checkpoints that know no world size: whole tensors by name, experts by global index, in safetensors.
+
+    checkpoints/
+      latest  best              names of folders, replaced atomically
+      step-000100/
+        manifest.json           every file with size and sha256; written last
+        dense.safetensors       weights every rank has                    (rank 0)
+        dense-optimizer.safetensors   "<name>/fp32", "<name>/exp_avg", ...
+        experts-000-003.safetensors   weights of residual experts 0..2    (the ranks that own them)
+        experts-000-003-optimizer.safetensors
+        progress.json           step, schedule, loss scale, metrics so far
+        random-00000.safetensors      generator states of rank 0 ...
+
+A folder is written under a temporary name and renamed once every rank is done, so a name that exists is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from unifmoe_dist.engine import optimizer_state
+from unifmoe_dist.engine.ranks import Ranks
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.upcycling import moe_layers
+
+FORMAT = 1
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file in one step: a reader sees the old text or the new, never a part."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def expert_names(model: nn.Module) -> dict[str, tuple[str, int, int]]:
+    """Names of residual-expert parameters -> (checkpoint prefix, first global expert held here, experts held here)."""
+    found = {}
+    for layer_name, layer in moe_layers(model).items():
+        for name, parameter in layer.experts.named_parameters():
+            prefix = f"{layer_name}.experts" if layer_name else "experts"
+            found[f"{prefix}.{name}"] = (prefix, layer.first_expert, parameter.shape[0])
+    return found
+
+
+def _expert_key(name: str, prefix: str, expert: int) -> str:
+    """blocks.2.mlp.experts.keys, expert 3 -> blocks.2.mlp.experts.3.keys"""
+    return f"{prefix}.{expert}{name[len(prefix) :]}"
+
+
+def split_by_expert(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Replace every tensor of stacked local experts by one tensor per expert, under its global index."""
+    experts = expert_names(model)
+    result = {}
+    for name, tensor in tensors.items():
+        if name not in experts:
+            result[name] = tensor
+            continue
+        prefix, first, count = experts[name]
+        result.update({_expert_key(name, prefix, first + i): tensor[i] for i in range(count)})
+    return result
+
+
+def save(folder: Path, model: nn.Module, engine: Any, ranks: Ranks, progress: dict[str, Any], schedule: Any) -> Path:
+    """Write one checkpoint; collective. Returns its folder, which exists only once it is whole."""
+    final = folder / f"step-{progress['step']:06d}"
+    if final.exists():
+        return final
+    temporary = folder / f".writing-{final.name}"
+    if ranks.rank == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    ranks.barrier()
+
+    experts = set(expert_names(model)) if ranks.expert_group is not None else set()
+    states = optimizer_state.collect(engine, model)
+    weights = {name: t.detach().cpu() for name, t in model.state_dict().items()}
+    if ranks.rank == 0:
+        _save_pair(temporary, "dense", model, weights, states, lambda name: name not in experts)
+    if experts and ranks.expert_replica == 0:
+        name = next(iter(experts))
+        _, first, count = expert_names(model)[name]
+        _save_pair(temporary, f"experts-{first:03d}-{first + count:03d}", model, weights, states, experts.__contains__)
+    save_file(_random_state(), temporary / f"random-{ranks.rank:05d}.safetensors")
+    ranks.barrier()
+    if ranks.rank == 0:
+        scaler = getattr(engine.optimizer, "loss_scaler", None)
+        extra = {
+            "format": FORMAT,
+            "world_size": ranks.world_size,
+            "optimizer_scalars": optimizer_state.collect_scalars(engine),
+            "schedule": {k: v for k, v in schedule.state_dict().items() if isinstance(v, (int, float, list, bool))},
+            "loss_scaler": {k: v for k, v in vars(scaler).items() if isinstance(v, (int, float))} if scaler else {},
+        }
+        write_text(temporary / "progress.json", json.dumps({**progress, **extra}, indent=1))
+        files = {p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in sorted(temporary.iterdir())}
+        write_text(temporary / "manifest.json", json.dumps(files, indent=1))
+        os.replace(temporary, final)
+        write_text(folder / "latest", final.name)
+    ranks.barrier()
+    return final
+
+
+def _save_pair(folder: Path, stem: str, model: nn.Module, weights: dict, states: dict, belongs: Any) -> None:
+    chosen = split_by_expert(model, {n: t for n, t in weights.items() if belongs(n)})
+    save_file({n: t.contiguous() for n, t in _untied(chosen).items()}, folder / f"{stem}.safetensors")
+    by_kind: dict[str, dict[str, Tensor]] = {}
+    for name, state in states.items():
+        if belongs(name):
+            for kind, tensor in state.items():
+                by_kind.setdefault(kind, {})[name] = tensor
+    flat = {
+        f"{name}/{kind}": tensor.contiguous()
+        for kind, tensors in by_kind.items()
+        for name, tensor in split_by_expert(model, tensors).items()
+    }
+    save_file(flat, folder / f"{stem}-optimizer.safetensors")
+
+
+def _untied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """safetensors refuses tensors that share memory (tied embeddings): give each its own."""
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def latest(run: Path, name: str = "latest") -> Path:
+    """The folder of the last (or "best") complete checkpoint of a run, with its manifest checked.
+
+    Raises:
+        UserError: there is none, or a file is missing, cut short or altered.
+    """
+    pointer = run / "checkpoints" / name
+    if not pointer.is_file():
+        raise UserError(f"{run} holds no {name} checkpoint; start the run without --resume, or name another folder.")
+    folder = pointer.parent / pointer.read_text().strip()
+    verify(folder)
+    return folder
+
+
+def verify(folder: Path) -> None:
+    """Compare every file of a checkpoint with its manifest.
+
+    Raises:
+        UserError: naming the first file that does not agree.
+    """
+    damaged = "it is damaged; delete that folder and point `latest` at an older one, or start anew."
+    try:
+        files = json.loads((folder / "manifest.json").read_text())
+        json.loads((folder / "progress.json").read_text())
+        entries = [(name, entry["bytes"], entry["sha256"]) for name, entry in files.items()]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"checkpoint {folder} has no readable manifest or progress file; {damaged}") from error
+    for name, size, digest in entries:
+        path = folder / name
+        if not path.is_file():
+            raise UserError(f"checkpoint {folder} lacks {name}; {damaged}")
+        if path.stat().st_size != size or _sha256(path) != digest:
+            raise UserError(f"checkpoint file {path} is not what was written; {damaged}")
+
+
+def load_progress(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "progress.json").read_text())
+
+
+class _Tensors:
+    """All tensors of a checkpoint by name, read lazily."""
+
+    def __init__(self, folder: Path, optimizer: bool) -> None:
+        self.files: dict[str, Path] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            if path.name.startswith("random-") or path.stem.endswith("-optimizer") != optimizer:
+                continue
+            with safe_open(path, "pt") as handle:
+                self.files.update(dict.fromkeys(handle.keys(), path))
+
+    def read(self, name: str) -> Tensor:
+        if name not in self.files:
+            raise UserError(f"the checkpoint holds no tensor {name}; it belongs to another model configuration.")
+        with safe_open(self.files[name], "pt") as handle:
+            return handle.get_tensor(name)
+
+    def read_for(self, model: nn.Module, name: str, suffix: str = "") -> Tensor:
+        """A parameter as this rank holds it: local experts stacked."""
+        place = expert_names(model).get(name)
+        if place is None:
+            return self.read(name + suffix)
+        prefix, first, count = place
+        return torch.stack([self.read(_expert_key(name, prefix, e) + suffix) for e in range(first, first + count)])
+
+
+def load_weights(folder: Path, model: nn.Module) -> None:
+    """Copy the weights into a model built the same way, at this rank's share of the experts.
+
+    Raises:
+        UserError: a tensor is missing or has another shape.
+    """
+    try:
+        tensors = _Tensors(folder, optimizer=False)
+        own = model.state_dict()
+        state = {name: tensors.read_for(model, name) for name in own}
+    except SafetensorError as error:
+        raise UserError(f"checkpoint {folder} cannot be read ({error}); it is damaged.") from error
+    for name, tensor in state.items():
+        if tensor.shape != own[name].shape:
+            raise UserError(
+                f"checkpoint tensor {name} has shape {tuple(tensor.shape)}, the model needs {tuple(own[name].shape)}; "
+                "the model options differ from those of the saved run."
+            )
+    model.load_state_dict(state)
+
+
+def load(folder: Path, model: nn.Module, engine: Any, ranks: Ranks, schedule: Any) -> dict[str, Any]:
+    """Restore weights, optimiser, schedule, loss scale and this rank's generators. Returns the saved progress."""
+    load_weights(folder, model)
+    progress = load_progress(folder)
+    tensors = _Tensors(folder, optimizer=True)
+    kinds = sorted({key.rsplit("/", 1)[1] for key in tensors.files})
+    states = {
+        parameter: {kind: tensors.read_for(model, name, f"/{kind}") for kind in kinds}
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    optimizer_state.restore(engine, states, progress["optimizer_scalars"])
+    schedule.load_state_dict({**schedule.state_dict(), **progress["schedule"]})
+    for group, lr in zip(engine.optimizer.param_groups, schedule.get_last_lr(), strict=True):
+        group["lr"] = lr
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    for key, value in progress["loss_scaler"].items():
+        setattr(scaler, key, value)
+    own_random = folder / f"random-{ranks.rank:05d}.safetensors"
+    if own_random.is_file() and progress["world_size"] == ranks.world_size:
+        _restore_random_state(load_file(own_random))
+    return progress
+
+
+def _random_state() -> dict[str, Tensor]:
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    del version, name
+    state = {
+        "python": torch.tensor(words, dtype=torch.int64),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+        "numpy_rest": torch.tensor([position, has_gauss, cached], dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _restore_random_state(state: dict[str, Tensor]) -> None:
+    gauss = state["python_gauss"].tolist()
+    random.setstate((3, tuple(state["python"].tolist()), gauss[0] if gauss else None))
+    position, has_gauss, cached = state["numpy_rest"].tolist()
+    keys = state["numpy"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, int(position), int(has_gauss), cached))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def prune(folder: Path) -> None:
+    """Delete checkpoints that neither `latest` nor `best` names, and leftovers of interrupted writes."""
+    kept = {p.read_text().strip() for p in (folder / "latest", folder / "best") if p.is_file()}
+    for path in folder.iterdir():
+        if path.is_dir() and path.name not in kept and path.name.startswith(("step-", ".writing-")):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -1,0 +1,113 @@
+"""The ranks of a job: start-up, tear-down, seeds and the expert-parallel groups."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place in the job.
+
+    Args:
+        rank: Global rank.
+        world_size: Number of ranks.
+        device: Device of this rank.
+        expert_group: Ranks that share one set of residual experts; None when every rank holds all.
+        expert_group_name: DeepSpeed's name of that grouping.
+        expert_rank: Rank inside expert_group.
+        expert_replica: Which copy of the set of experts this rank belongs to.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    expert_group: dist.ProcessGroup | None = None
+    expert_group_name: str | None = None
+    expert_rank: int = 0
+    expert_replica: int = 0
+
+    def all_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over all ranks, as float64 on the CPU."""
+        total = tensor.detach().to(device=self.device, dtype=torch.float64)
+        if self.world_size > 1:
+            dist.all_reduce(total)
+        return total.cpu()
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    def share(self, value: str | None) -> str:
+        """Rank 0's string, on every rank."""
+        box = [value]
+        if self.world_size > 1:
+            dist.broadcast_object_list(box, src=0)
+        assert box[0] is not None
+        return box[0]
+
+
+def world_size_from_environment() -> int:
+    """Number of ranks the launcher announced; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def running_ranks(expert_parallel_size: int) -> Iterator[Ranks]:
+    """Join the job, yield this process's place in it, and tear down in one place.
+
+    Leaving without destroying the process group aborts at random on gloo, after the work has succeeded.
+    """
+    import deepspeed
+    from deepspeed.utils import groups, logger
+
+    logger.setLevel("WARNING")
+    if "RANK" not in os.environ:  # started without a launcher: a job of one rank
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
+    cuda = torch.cuda.is_available()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    elif "OMP_NUM_THREADS" not in os.environ:  # ranks that each take every core slow one another down
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
+    deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", verbose=False)
+    place = Ranks(dist.get_rank(), dist.get_world_size(), device)
+    try:
+        if expert_parallel_size > 1:
+            name = f"ep_size_{expert_parallel_size}"
+            groups._create_expert_and_data_parallel(expert_parallel_size)
+            group = groups._get_expert_parallel_group(name)
+            place = Ranks(
+                place.rank, place.world_size, device, group, name, dist.get_rank(group),
+                place.rank // expert_parallel_size,
+            )  # fmt: skip
+        yield place
+        place.barrier()
+    except BaseException:
+        raise  # a failing rank must not wait for the others: the caller exits at once
+    else:
+        dist.destroy_process_group()
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and torch."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])

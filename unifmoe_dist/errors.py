@@ -1,0 +1,11 @@
+"""Errors meant for the person at the keyboard."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """A mistake in a configuration, shape, path or world size.
+
+    The message is one clear sentence that names the offending value and the fix. Command-line programs print
+    it without a traceback, once per node, and exit with status 2.
+    """

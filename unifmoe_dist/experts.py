@@ -1,0 +1,93 @@
+"""Weights of block-partitioned experts.
+
+An expert is kept as keys (H, D) and values (H, D): channel h reads the token through keys[h] and writes values[h],
+so block b is the contiguous slice b*M .. (b+1)*M of both, and a grouped product needs no copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from unifmoe_dist.errors import UserError
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """Tensors of E experts: keys and values (E, H, D), key_bias (E, H) or None, value_bias (E, D) or None."""
+
+    keys: Tensor
+    values: Tensor
+    key_bias: Tensor | None
+    value_bias: Tensor | None
+    num_blocks: int
+    activation: str
+
+
+class BlockExperts(nn.Module):
+    """E experts of hidden width H, each divided into B aligned blocks of M = H / B channels.
+
+    Args:
+        num_experts: Experts E held here.
+        model_dim: Token width D.
+        hidden_dim: Hidden width H.
+        num_blocks: Blocks B.
+        activation: Name of the activation.
+        bias: Whether channels and outputs have biases.
+    """
+
+    def __init__(
+        self, num_experts: int, model_dim: int, hidden_dim: int, num_blocks: int, activation: str, bias: bool
+    ) -> None:
+        super().__init__()
+        self.num_blocks = num_blocks
+        self.activation = activation
+        self.keys = nn.Parameter(torch.empty(num_experts, hidden_dim, model_dim))
+        self.values = nn.Parameter(torch.empty(num_experts, hidden_dim, model_dim))
+        self.key_bias = nn.Parameter(torch.empty(num_experts, hidden_dim)) if bias else None
+        self.value_bias = nn.Parameter(torch.empty(num_experts, model_dim)) if bias else None
+
+    def initialise(self, weights: tuple[Tensor, Tensor | None, Tensor, Tensor | None]) -> None:
+        """Copy one dense FFN into every expert."""
+        for index in range(self.keys.shape[0]):
+            self.load(index, *weights)
+
+    def weights(self) -> ExpertWeights:
+        return ExpertWeights(self.keys, self.values, self.key_bias, self.value_bias, self.num_blocks, self.activation)
+
+    @torch.no_grad()
+    def load(self, index: int, up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None) -> None:
+        """Copy nn.Linear weights (H, D), (H,), (D, H), (D,) into expert `index` of those held here."""
+        hidden, dim = self.keys.shape[1:]
+        expected = {"up_weight": (hidden, dim), "up_bias": (hidden,), "down_weight": (dim, hidden), "down_bias": (dim,)}
+        given = dict(zip(expected, (up, up_bias, down, down_bias), strict=True))
+        for name, tensor in given.items():
+            if tensor is None and "bias" in name:
+                continue
+            shape = None if tensor is None else tuple(tensor.shape)
+            if shape != expected[name]:
+                raise UserError(f"{name} has shape {shape}, but this layer needs {expected[name]}.")
+        self.keys[index].copy_(up)
+        self.values[index].copy_(down.T)
+        for own, bias, name in ((self.key_bias, up_bias, "up_bias"), (self.value_bias, down_bias, "down_bias")):
+            if own is None:
+                if bias is not None:
+                    raise UserError(f"{name} was given, but this layer was made with bias=False.")
+            elif bias is None:
+                own[index].zero_()
+            else:
+                own[index].copy_(bias)
+
+    def read(self, index: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """Expert `index` in nn.Linear layouts: (H, D), (H,), (D, H), (D,). Copies, detached."""
+        key_bias = None if self.key_bias is None else self.key_bias[index].detach().clone()
+        value_bias = None if self.value_bias is None else self.value_bias[index].detach().clone()
+        return self.keys[index].detach().clone(), key_bias, self.values[index].detach().T.contiguous(), value_bias
+
+    def prototypes(self) -> Tensor:
+        """(E, B, D) float32: mean up-projection key of every block, without bias, detached."""
+        experts, hidden, dim = self.keys.shape
+        blocks = self.keys.detach().float().view(experts, self.num_blocks, hidden // self.num_blocks, dim)
+        return blocks.mean(dim=2)

@@ -1,0 +1,39 @@
+"""The definition of block-sparse experts, written like the equations and differentiated by autograd.
+
+It computes every expert in full and masks: right by reading, and for tests only.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from unifmoe_dist.experts import ExpertWeights
+from unifmoe_dist.kernels.activations import FUNCTIONS
+
+
+def reference_block_ffn(x_ND: Tensor, gates_NE: Tensor, blocks_NB: Tensor, weights: ExpertWeights) -> Tensor:
+    """y = sum_e gates[:, e] * (sum over blocks of E_e^(b)(x) + value_bias_e).
+
+    Args:
+        x_ND: (N, D) tokens.
+        gates_NE: (N, E) coefficients; an expert with coefficient 0 contributes nothing.
+        blocks_NB: (N, B) bool, blocks that every active expert of the token computes.
+        weights: The E experts.
+
+    Returns:
+        (N, D) in the dtype of x.
+    """
+    block_dim = weights.keys.shape[1] // weights.num_blocks
+    channels_NH = blocks_NB.repeat_interleave(block_dim, dim=1)
+    activation = FUNCTIONS[weights.activation]
+    total = x_ND.new_zeros(x_ND.shape)
+    for expert in range(weights.keys.shape[0]):
+        pre_NH = x_ND @ weights.keys[expert].T
+        if weights.key_bias is not None:
+            pre_NH = pre_NH + weights.key_bias[expert]
+        output_ND = (activation(pre_NH) * channels_NH) @ weights.values[expert]
+        if weights.value_bias is not None:
+            output_ND = output_ND + weights.value_bias[expert]
+        gate_N1 = gates_NE[:, expert, None].to(output_ND.dtype)
+        total = total + (gate_N1 * output_ND).masked_fill(gate_N1 == 0, 0)
+    return total

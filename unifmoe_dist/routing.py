@@ -1,0 +1,111 @@
+"""Share first, then route what remains: the routing decision of one UniF-MoE layer.
+
+Shapes carry suffixes: N tokens, D model width, K residual experts, B blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which blocks and experts each of N tokens uses, and with what weight.
+
+    Args:
+        shared_demand: (N,) float32, alpha: weight of the shared expert; carries gradient.
+        shared_blocks: (N, B) bool, blocks that the shared expert computes; the residual experts compute the others.
+        affinity: (N, K) float32, softmax over residual experts.
+        gates: (N, K) float32, p_i where the expert is active, else 0; carries gradient.
+        shared_block_count: (N,) int64, b.
+        expert_count: (N,) int64, k.
+    """
+
+    shared_demand: Tensor
+    shared_blocks: Tensor
+    affinity: Tensor
+    gates: Tensor
+    shared_block_count: Tensor
+    expert_count: Tensor
+
+    @property
+    def block_compute(self) -> Tensor:
+        """(N,) int64, C_B = b + k (B - b): blocks executed per token."""
+        num_blocks = self.shared_blocks.shape[-1]
+        return self.shared_block_count + self.expert_count * (num_blocks - self.shared_block_count)
+
+
+class Router(nn.Module):
+    """The augmented router W* = [W_shr, W_g], stored with one row per column of the paper's matrix.
+
+    Args:
+        model_dim: Token width D.
+        num_experts: Number K of residual experts.
+
+    Attributes:
+        weight: (K + 1, D); row 0 is the shared column. Rows start orthonormal.
+    """
+
+    def __init__(self, model_dim: int, num_experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts + 1, model_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            nn.init.orthogonal_(self.weight)
+
+    def forward(self, x_ND: Tensor, prototypes_BD: Tensor) -> Routing:
+        """Route (N, D) tokens against (B, D) block prototypes. Always in float32, autocast or not."""
+        with torch.autocast(x_ND.device.type, enabled=False):
+            return route(x_ND.float(), self.weight.float(), prototypes_BD.float())
+
+    def diversity_loss(self) -> Tensor:
+        """Gram loss || W*^T W* - I ||_F, a float32 scalar; its gradient at exact orthonormality is 0."""
+        with torch.autocast(self.weight.device.type, enabled=False):
+            weight = self.weight.float()
+            gram = weight @ weight.T
+            # vector_norm takes the zero subgradient at 0, where the plain square root would give NaN.
+            return torch.linalg.vector_norm(gram - torch.eye(gram.shape[0], device=gram.device))
+
+
+def route(x_ND: Tensor, weight_KD: Tensor, prototypes_BD: Tensor) -> Routing:
+    """The routing equations, in the dtype of the inputs (the layer always passes float32).
+
+    Gradient reaches the shared row through alpha and the other rows through the gates. Block choice, b, k and the
+    cumulative threshold carry none.
+    """
+    num_blocks, num_experts = prototypes_BD.shape[0], weight_KD.shape[0] - 1
+    logits_NK = x_ND @ weight_KD.T
+
+    # How much to share: alpha in (tau, 1 - tau) and b = round(B alpha) in 1 .. B-1.
+    tau = (num_blocks - 1) / num_blocks**2
+    alpha_N = tau + (1 - 2 * tau) * torch.sigmoid(logits_NK[:, 0])
+    count_N = (num_blocks * alpha_N.detach()).nan_to_num(1.0).round().long().clamp(1, num_blocks - 1)
+
+    # What to share: the b blocks whose prototypes agree most with the token; stable sort gives ties to the lower index.
+    with torch.no_grad():
+        rank_NB = _ranks(x_ND.detach() @ prototypes_BD.detach().T)
+        shared_NB = rank_NB < count_N[:, None]
+
+    # How many experts the remainder needs: the smallest prefix whose mass reaches beta = 1 - alpha.
+    affinity_NK = torch.softmax(logits_NK[:, 1:], dim=-1)
+    with torch.no_grad():
+        sorted_NK, order_NK = affinity_NK.detach().sort(dim=-1, descending=True, stable=True)
+        short_NK = ~(sorted_NK.cumsum(-1) >= (1 - alpha_N.detach())[:, None])  # true for NaN as well
+        expert_count_N = (short_NK.long().cumprod(-1).sum(-1) + 1).clamp(max=num_experts)
+        active_NK = torch.zeros_like(short_NK).scatter_(
+            1, order_NK, torch.arange(num_experts, device=x_ND.device) < expert_count_N[:, None]
+        )
+    gates_NK = torch.where(active_NK, affinity_NK, torch.zeros_like(affinity_NK))
+    return Routing(alpha_N, shared_NB, affinity_NK, gates_NK, count_N, expert_count_N)
+
+
+def _ranks(scores: Tensor) -> Tensor:
+    """Position of every entry in the descending order of its row; ties go to the lower index."""
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    positions = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
+    return torch.empty_like(order).scatter_(1, order, positions)

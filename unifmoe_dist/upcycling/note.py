@@ -1,0 +1,35 @@
+"""What a saved Transformers model tells about its upcycling: `config.unif_moe`, one entry per call.
+
+`save_pretrained` writes it into config.json.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import distributed, nn
+from torch.distributed import ProcessGroup
+
+KEY = "unif_moe"
+
+
+def record(
+    model: nn.Module, layers: list[int], num_experts: int, num_blocks: int, group: ProcessGroup | None
+) -> None:
+    """Note an upcycling in a Transformers model's config (other models have none: nothing happens).
+
+    The model gets a config of its own, so that a dense twin built from the same object stays dense.
+    """
+    old = getattr(model, "config", None)
+    if not hasattr(old, "to_json_string"):
+        return
+    new = copy.deepcopy(old)
+    size = 1 if group is None else distributed.get_world_size(group)
+    note = {"layers": layers, "num_experts": num_experts, "num_blocks": num_blocks}
+    note["expert_parallel_size"] = size
+    setattr(new, KEY, [*(getattr(old, KEY, None) or []), note])
+    module: Any
+    for module in model.modules():
+        if module.__dict__.get("config") is old:
+            module.config = new

@@ -1,0 +1,85 @@
+"""Reloading upcycled Transformers models.
+
+Every Transformers model ends its construction with `post_init`; there, a model whose config notes an
+upcycling gets its UniF-MoE layers back, before `from_pretrained` loads the weights. Transformers is patched
+when it is imported, never imported from here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from functools import wraps
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.upcycling.adapters import find_adapter
+from unifmoe_dist.upcycling.note import KEY
+from unifmoe_dist.upcycling.upcycle import convert, moe_layers
+
+_TARGET = "transformers.modeling_utils"
+
+
+def rebuild(model: nn.Module) -> None:
+    """Give a newly constructed Transformers model the layers that its config notes; those it has stay.
+
+    Raises:
+        UserError: The model was saved with experts spread over ranks, so its weight file has only a part.
+    """
+    for note in getattr(model.config, KEY, None) or []:
+        if note.get("expert_parallel_size", 1) > 1:
+            raise UserError(
+                f"This model was saved with its experts spread over {note['expert_parallel_size']} ranks; "
+                "save it from a run with expert_parallel_size 1, or load the run's own checkpoint."
+            )
+        blocks = find_adapter(model).blocks(model)
+        missing = [index for index in note["layers"] if not moe_layers(blocks[index])]
+        if missing:
+            convert(model, missing, note["num_experts"], note["num_blocks"])
+
+
+def install_rebuild() -> None:
+    """Patch Transformers now if it is loaded, else when it is."""
+    if _TARGET in sys.modules:
+        _patch(sys.modules[_TARGET])
+    elif not any(isinstance(finder, _PatchOnImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _PatchOnImport())
+
+
+def _patch(modeling: ModuleType) -> None:
+    original = modeling.PreTrainedModel.post_init
+    if hasattr(original, "rebuilds_unif_moe"):
+        return
+
+    @wraps(original)
+    def post_init(self: nn.Module) -> None:
+        original(self)
+        if getattr(self.config, KEY, None):
+            rebuild(self)
+
+    post_init.rebuilds_unif_moe = True  # type: ignore[attr-defined]
+    modeling.PreTrainedModel.post_init = post_init
+
+
+class _PatchOnImport(MetaPathFinder):
+    """Lets one module load as always, then patches it."""
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != _TARGET:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _patch(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

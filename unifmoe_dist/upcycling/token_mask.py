@@ -1,0 +1,76 @@
+"""Carrying a model's attention mask to its UniF-MoE layers.
+
+In every supported block self-attention runs right before the FFN and receives the mask, so one hook on
+attention notes it and one hook on the layer hands it over. Both run inside the block's forward, hence also
+when gradient checkpointing runs that forward again, and then they see the mask of that very call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_mask
+
+
+def token_mask_from_attention(mask: Tensor | BlockMask | None, batch: int, length: int) -> Tensor | None:
+    """Which tokens are real: those that some query attends to.
+
+    Args:
+        mask: (B, T) of 1 and 0; (B, T, T) or (B, 1 or heads, T, T), bool or additive; or a flex BlockMask.
+        batch: Number of sequences B.
+        length: Number of tokens T.
+
+    Returns:
+        (B, T) bool, or None where nothing is known to be padding: no mask, or keys from a cache too.
+    """
+    if isinstance(mask, BlockMask):
+        rows, heads, queries, keys = mask.shape
+        mask = create_mask(mask.mask_mod, rows, heads, queries, keys, device=mask.kv_num_blocks.device)
+    if mask is None or not 2 <= mask.dim() <= 4 or mask.shape[-1] != length:
+        return None
+    if mask.dim() == 2:
+        real = mask != 0
+    else:
+        additive = mask.is_floating_point()
+        attended = mask > torch.finfo(mask.dtype).min / 2 if additive else mask != 0
+        real = attended.flatten(1, -2).any(dim=1)
+    return real.expand(batch, length)
+
+
+class TokenMaskBridge:
+    """Takes the mask that attention receives to the UniF-MoE layer of the same block.
+
+    Shared by two forward pre-hooks and owned by their modules, so a copied or unpickled block has its own.
+    Masks are kept per device (replicas of `nn.DataParallel` share hooks) and only between the two hooks.
+    """
+
+    def __init__(self) -> None:
+        self.pending: dict[str, Tensor | None] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"pending": {}}
+
+    def attach(self, attention: nn.Module, layer: nn.Module) -> None:
+        """Connect the self-attention and the UniF-MoE layer of one block."""
+        attention.register_forward_pre_hook(self.note, with_kwargs=True)
+        layer.register_forward_pre_hook(self.hand_over, with_kwargs=True)
+
+    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Hook on `attention(hidden_states (B, T, d), attention_mask, ...)`."""
+        hidden = args[0] if args else kwargs["hidden_states"]
+        mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
+        self.pending[str(hidden.device)] = token_mask_from_attention(mask, *hidden.shape[:2])
+
+    def hand_over(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Hook on `layer(x (B, T, d), token_mask=None)`; a mask given by the caller wins."""
+        hidden = args[0] if args else kwargs["x"]
+        mask = self.pending.pop(str(hidden.device), None)
+        if mask is None or len(args) > 1 or kwargs.get("token_mask") is not None:
+            return None
+        if mask.shape != hidden.shape[:-1]:  # left over from a call that failed half-way
+            return None
+        return args, {**kwargs, "token_mask": mask}

@@ -1,0 +1,152 @@
+"""`upcycle`: dense FFNs become UniF-MoE layers that start as exact copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from unifmoe_dist.config import UniFMoEConfig
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.layer import UniFMoELayer
+from unifmoe_dist.upcycling.adapters import find_adapter
+from unifmoe_dist.upcycling.base import DenseFFN
+from unifmoe_dist.upcycling.note import record
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def upcycle(
+    model: Model,
+    layers: Iterable[int],
+    num_experts: int = 6,
+    num_blocks: int = 8,
+    *,
+    expert_group: ProcessGroup | None = None,
+    dispatcher: str = "auto",
+    router_seed: int | None = None,
+) -> Model:
+    """Replace the FFNs of some transformer layers by UniF-MoE layers, in place.
+
+    The shared and all residual experts start as copies of the dense FFN; device, dtype, training mode and
+    whether the FFN is trained are kept. Routers are new and always trained. Attention masks reach the layers
+    by themselves. Nothing is changed when an error is raised. Give the whole model, head included: its config
+    notes the layers for `from_pretrained`.
+
+    Args:
+        model: A timm or Transformers model, with any head; see `ADAPTERS` for the families.
+        layers: Zero-based indices of transformer layers; negative ones count from the end.
+        num_experts: Residual experts K.
+        num_blocks: Blocks B per expert; must divide the FFN's hidden width.
+        expert_group: Ranks that share the residual experts; None keeps all of them here.
+        dispatcher: How tokens reach experts on other ranks: auto, local, alltoall or tutel.
+        router_seed: Seed of the new routers; None draws from torch's global generator.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UserError: Unsupported model, FFN or activation; a layer index that is out of range, given twice or
+            already upcycled; a hidden width that num_blocks does not divide.
+    """
+    converted = convert(model, layers, num_experts, num_blocks, expert_group, dispatcher, router_seed)
+    record(model, converted, num_experts, num_blocks, expert_group)
+    return model
+
+
+def convert(
+    model: nn.Module,
+    layers: Iterable[int],
+    num_experts: int,
+    num_blocks: int,
+    expert_group: ProcessGroup | None = None,
+    dispatcher: str = "auto",
+    router_seed: int | None = None,
+) -> list[int]:
+    """`upcycle` without noting it in the model's config. Returns the indices counted from 0."""
+    adapter = find_adapter(model)
+    blocks = adapter.blocks(model)
+    indices = _resolve(layers, len(blocks))
+    made: dict[int, UniFMoELayer] = {}
+    for index in indices:
+        if moe_layers(blocks[index]):
+            raise UserError(f"Layer {index} already is a UniF-MoE layer; leave it out of layers.")
+        ffn = adapter.read(blocks[index])
+        seed = None if router_seed is None else router_seed + index
+        made[index] = _moe_of(ffn, num_experts, num_blocks, expert_group, dispatcher, seed)
+    for index, layer in made.items():
+        adapter.install(blocks[index], layer)
+    return indices
+
+
+def moe_layers(model: nn.Module) -> dict[str, UniFMoELayer]:
+    """The UniF-MoE layers of a model, by module name, in the order of the model."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, UniFMoELayer)}
+
+
+def _resolve(layers: Iterable[int], depth: int) -> list[int]:
+    """Indices counted from 0, as given; refuses what is no index, out of range or repeated."""
+    if isinstance(layers, (int, str)):
+        raise UserError(f"layers must be a list of whole numbers such as [1, 3], not {layers!r}.")
+    resolved: list[int] = []
+    for index in layers:
+        if not isinstance(index, int) or isinstance(index, bool):
+            raise UserError(f"layers holds {index!r}; give whole numbers from 0 to {depth - 1}.")
+        if not -depth <= index < depth:
+            raise UserError(
+                f"Layer index {index} is out of range; this model has {depth} layers: use 0 to {depth - 1}."
+            )
+        if index % depth in resolved:
+            raise UserError(f"Layer {index % depth} is named twice in layers; name each layer once.")
+        resolved.append(index % depth)
+    if not resolved:
+        raise UserError(f"layers is empty; name at least one layer from 0 to {depth - 1}.")
+    return resolved
+
+
+def _moe_of(
+    ffn: DenseFFN,
+    num_experts: int,
+    num_blocks: int,
+    group: ProcessGroup | None,
+    dispatcher: str,
+    seed: int | None,
+) -> UniFMoELayer:
+    """A UniF-MoE layer whose experts all equal a dense FFN."""
+    up, down = ffn.up, ffn.down
+    config = UniFMoEConfig(
+        model_dim=up.in_features,
+        hidden_dim=up.out_features,
+        num_experts=num_experts,
+        num_blocks=num_blocks,
+        activation=ffn.activation,
+        bias=up.bias is not None or down.bias is not None,
+    )
+    with _fresh(up.weight.is_meta, seed):
+        layer = UniFMoELayer(config, expert_group=group, dispatcher=dispatcher)
+    layer.to(device=up.weight.device, dtype=up.weight.dtype)
+    if not up.weight.is_meta:
+        for expert in ("shared", *range(num_experts)):
+            layer.load_ffn(expert, up.weight, up.bias, down.weight, down.bias)
+    trained = any(parameter.requires_grad for part in (up, down) for parameter in part.parameters())
+    layer.shared.requires_grad_(trained)
+    layer.experts.requires_grad_(trained)
+    return layer.train(up.training)
+
+
+@contextmanager
+def _fresh(meta: bool, seed: int | None) -> Iterator[None]:
+    """Create modules in float32 on the CPU (or without storage), optionally from a seed of their own."""
+    default = torch.get_default_dtype()
+    with torch.device("meta" if meta else "cpu"), torch.random.fork_rng(devices=[], enabled=seed is not None):
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(default)

@@ -1,0 +1,72 @@
+"""Running statistics of routing decisions, kept on the device so that collecting them never stalls a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unifmoe_dist.routing import Routing
+
+
+@dataclass(frozen=True)
+class UsageSummary:
+    """Means over the tokens counted. Fractions are of tokens.
+
+    Args:
+        tokens: Tokens counted.
+        block_compute: Mean C_B, blocks per token.
+        expert_count: Mean k, residual experts per token.
+        shared_block_count: Mean b, shared blocks per token.
+        shared_demand: Mean alpha.
+        expert_load: Fraction of tokens that use each of the K residual experts.
+        block_load: Fraction of tokens for which each of the B blocks is shared.
+    """
+
+    tokens: int
+    block_compute: float
+    expert_count: float
+    shared_block_count: float
+    shared_demand: float
+    expert_load: list[float]
+    block_load: list[float]
+
+    @staticmethod
+    def from_totals(totals: Tensor, num_experts: int) -> UsageSummary:
+        """Summarise totals (5 + K + B,), which may have been summed over ranks."""
+        tokens = int(totals[0].item())
+        means = (totals[1:] / max(tokens, 1)).tolist()
+        block_compute, expert_count, shared_block_count, shared_demand = means[:4]
+        return UsageSummary(
+            tokens, block_compute, expert_count, shared_block_count, shared_demand,
+            means[4 : 4 + num_experts], means[4 + num_experts :],
+        )  # fmt: skip
+
+
+class Usage:
+    """Adds up what a layer's routing decided since the last reset."""
+
+    def __init__(self) -> None:
+        self.totals: Tensor | None = None
+        self.num_experts = 0
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def update(self, routing: Routing) -> None:
+        """Count the N tokens of one routing decision."""
+        tokens, self.num_experts = routing.gates.shape
+        sums = [
+            torch.full((), tokens, dtype=torch.float64, device=routing.gates.device),
+            routing.block_compute.double().sum(),
+            routing.expert_count.double().sum(),
+            routing.shared_block_count.double().sum(),
+            routing.shared_demand.detach().double().sum(),
+        ]
+        totals = torch.cat(
+            [torch.stack(sums), (routing.gates != 0).double().sum(0), routing.shared_blocks.double().sum(0)]
+        )
+        self.totals = totals if self.totals is None else self.totals.to(totals.device) + totals
+
+    def reset(self) -> None:
+        self.totals = None

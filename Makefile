@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 IN_VENV := PATH="$(abspath $(BIN)):$$PATH"
 
-.PHONY: help setup train compare test lint clean
+.PHONY: help setup train test lint clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
@@ -30,19 +30,7 @@ $(STAMP): setup.py constraints.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,text]'
 	@touch $@
 
-train: $(STAMP) ## the main job on all GPUs, or on 2 CPU ranks (ARGS="--option value ...")
-	@gpus=$$($(BIN)/python -c "import torch; print(torch.cuda.device_count())"); \
-	if [ "$$gpus" -gt 0 ]; then \
-	  echo "training on $$gpus GPU(s)"; \
-	  $(IN_VENV) deepspeed launch/train.py $(ARGS); \
-	else \
-	  threads=$$($(BIN)/python -c "import os; print(max(1, len(os.sched_getaffinity(0)) // 2))"); \
-	  echo "no GPU: training on 2 CPU ranks"; \
-	  $(IN_VENV) DS_ACCELERATOR=cpu OMP_NUM_THREADS="$${OMP_NUM_THREADS:-$$threads}" \
-	    deepspeed --num_accelerators 2 launch/train.py $(ARGS); \
-	fi
-
-compare: $(STAMP) ## the main job and its dense twin, one after the other, with a table (ARGS as above)
+train: $(STAMP) ## the main job and its dense twin on all GPUs or 2 CPU ranks, with a table (ARGS="--option value")
 	$(IN_VENV) python launch/main_job.py $(ARGS)
 
 lint: $(STAMP) ## style (ruff) and types (mypy)

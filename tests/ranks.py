@@ -17,13 +17,14 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "unifmoe_dist.layer"])
 
 
-def _main(rank: int, world: int, store: str, connection: Any, function: Callable[..., Any], args: tuple) -> None:
+def _main(rank: int, world: int, store: str, connection: Any, function: Callable[..., Any], args: tuple,
+          kwargs: dict) -> None:  # fmt: skip
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
         buffer = io.BytesIO()  # bytes, not tensors: those travel as handles that die with this process
-        torch.save(function(rank, world, *args), buffer)
+        torch.save(function(rank, world, *args, **kwargs), buffer)
         connection.send(("ok", buffer.getvalue()))
     except BaseException:
         connection.send(("error", traceback.format_exc()))
@@ -33,14 +34,16 @@ def _main(rank: int, world: int, store: str, connection: Any, function: Callable
             dist.destroy_process_group()
 
 
-def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
-    """Results of function(rank, world, *args), in rank order. Any rank's error fails the caller with its traceback."""
+def run_ranks(
+    world: int, function: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any
+) -> list[Any]:
+    """Results of function(rank, world, *args, **kwargs), in rank order; an error fails the caller."""
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world):
             here, there = _context.Pipe(duplex=False)
             process = _context.Process(
-                target=_main, args=(rank, world, os.path.join(folder, "store"), there, function, args)
+                target=_main, args=(rank, world, os.path.join(folder, "store"), there, function, args, kwargs)
             )
             process.start()
             there.close()

@@ -85,7 +85,7 @@ class ModelConfig:
     """
 
     moe: Literal["unif", "none"] = "unif"
-    layers: list[int] = field(default_factory=lambda: [2, 3])
+    layers: list[int] = field(default_factory=lambda: [3, 5])
     num_experts: int = 6
     num_blocks: int = 8
     dispatcher: Literal["auto", "local", "alltoall"] = "auto"
@@ -107,7 +107,7 @@ class DataConfig:
     task: Literal["digits", "acceptability"] = "digits"
     held_out: str = "rot75"
     split_seed: int | None = None
-    batch_size: int = 32
+    batch_size: int = 16
     eval_batch_size: int = 64
 
 
@@ -128,12 +128,12 @@ class OptimConfig:
     """
 
     name: Literal["adamw", "adam", "sgd"] = "adamw"
-    lr: float = 1e-3
+    lr: float = 2e-3
     weight_decay: float = 0.05
     betas: tuple[float, float] = (0.9, 0.999)
     momentum: float = 0.0
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_steps: int = 50
+    warmup_steps: int = 60
     grad_clip: float = 1.0
     lambda_div: float = 0.01
 
@@ -178,7 +178,7 @@ class TrainConfig:
     """
 
     output: str | None = None
-    steps: int = 600
+    steps: int = 800
     seed: int = 0
     eval_every: int = 100
     log_every: int = 10

@@ -43,27 +43,41 @@ class TrainBatches:
         """Global batch of one environment at one step; epochs follow each other without a gap."""
         size = len(self.task.train[environment])  # type: ignore[arg-type]
         first = step * self.batch_size
-        return [self._permutation(environment, i // size)[i % size] for i in range(first, first + self.batch_size)]
+        return [
+            self._permutation(environment, i // size)[i % size] for i in range(first, first + self.batch_size)
+        ]
 
     def step(self, step: int) -> Iterator[Batch]:
         """This rank's micro-batches at `step` (from 0)."""
         share = self.batch_size // self.world_size // self.micro_batches
         for micro in range(self.micro_batches):
             first = (self.rank * self.micro_batches + micro) * share
-            items = [
-                dataset[i]
-                for environment, dataset in enumerate(self.task.train)
-                for i in self.indices(environment, step)[first : first + share]
+            places = [
+                (environment, position)
+                for environment in range(len(self.task.train))
+                for position in range(first, first + share)
             ]
+            items = [self.task.train[e][self.indices(e, step)[position]] for e, position in places]
             inputs, labels = self.task.collate(items)
             if self.task.augment is not None:
-                inputs = self.task.augment(inputs, _generator(self.seed, step, self.rank, micro))
+                inputs = self._augmented(inputs, [_generator(self.seed, step, *place) for place in places])
             yield inputs, labels
+
+    def _augmented(self, inputs: dict[str, Tensor], generators: list[torch.Generator]) -> dict[str, Tensor]:
+        """Augment item by item: what happens to an item must not depend on the rank that it falls to."""
+        assert self.task.augment is not None
+        singles = [
+            self.task.augment({name: value[i : i + 1] for name, value in inputs.items()}, generator)
+            for i, generator in enumerate(generators)
+        ]
+        return {name: torch.cat([single[name] for single in singles]) for name in inputs}
 
 
 def _generator(*numbers: int) -> torch.Generator:
     """A generator seeded by all the numbers together."""
-    return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1))
+    return torch.Generator().manual_seed(
+        int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
+    )
 
 
 def evaluation_batches(

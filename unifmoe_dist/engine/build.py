@@ -61,7 +61,10 @@ def build_optimizer(config: TrainConfig, model: nn.Module, ranks: Ranks) -> torc
             kinds.setdefault((not plain, not getattr(parameter, "allreduce", True)), []).append(parameter)
     groups = []
     for (decayed, sharded), parameters in kinds.items():
-        group: dict[str, Any] = {"params": parameters, "weight_decay": config.optim.weight_decay if decayed else 0.0}
+        group: dict[str, Any] = {
+            "params": parameters,
+            "weight_decay": config.optim.weight_decay if decayed else 0.0,
+        }
         if sharded:
             group.update(moe=True, name=ranks.expert_group_name)
         groups.append(group)
@@ -72,7 +75,9 @@ def build_optimizer(config: TrainConfig, model: nn.Module, ranks: Ranks) -> torc
     return kind(groups, lr=optim.lr, betas=optim.betas)
 
 
-def build_schedule(config: TrainConfig) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]:
+def build_schedule(
+    config: TrainConfig,
+) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]:
     """A function from the optimiser to its learning-rate schedule, one step per optimiser step."""
     from transformers import get_scheduler
 

@@ -73,7 +73,9 @@ def split_by_expert(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, T
     return result
 
 
-def save(folder: Path, model: nn.Module, engine: Any, ranks: Ranks, progress: dict[str, Any], schedule: Any) -> Path:
+def save(
+    folder: Path, model: nn.Module, engine: Any, ranks: Ranks, progress: dict[str, Any], schedule: Any
+) -> Path:
     """Write one checkpoint; collective. Returns its folder, which exists only once it is whole."""
     final = folder / f"step-{progress['step']:06d}"
     if final.exists():
@@ -92,7 +94,14 @@ def save(folder: Path, model: nn.Module, engine: Any, ranks: Ranks, progress: di
     if experts and ranks.expert_replica == 0:
         name = next(iter(experts))
         _, first, count = expert_names(model)[name]
-        _save_pair(temporary, f"experts-{first:03d}-{first + count:03d}", model, weights, states, experts.__contains__)
+        _save_pair(
+            temporary,
+            f"experts-{first:03d}-{first + count:03d}",
+            model,
+            weights,
+            states,
+            experts.__contains__,
+        )
     save_file(_random_state(), temporary / f"random-{ranks.rank:05d}.safetensors")
     ranks.barrier()
     if ranks.rank == 0:
@@ -101,11 +110,16 @@ def save(folder: Path, model: nn.Module, engine: Any, ranks: Ranks, progress: di
             "format": FORMAT,
             "world_size": ranks.world_size,
             "optimizer_scalars": optimizer_state.collect_scalars(engine),
-            "schedule": {k: v for k, v in schedule.state_dict().items() if isinstance(v, (int, float, list, bool))},
-            "loss_scaler": {k: v for k, v in vars(scaler).items() if isinstance(v, (int, float))} if scaler else {},
+            "lr": schedule.get_last_lr()[0],
+            "schedule": {k: v for k, v in schedule.state_dict().items() if isinstance(v, (int, float))},
+            "loss_scaler": {k: v for k, v in vars(scaler).items() if isinstance(v, (int, float))}
+            if scaler
+            else {},
         }
         write_text(temporary / "progress.json", json.dumps({**progress, **extra}, indent=1))
-        files = {p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in sorted(temporary.iterdir())}
+        files = {
+            p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in sorted(temporary.iterdir())
+        }
         write_text(temporary / "manifest.json", json.dumps(files, indent=1))
         os.replace(temporary, final)
         write_text(folder / "latest", final.name)
@@ -142,7 +156,9 @@ def latest(run: Path, name: str = "latest") -> Path:
     """
     pointer = run / "checkpoints" / name
     if not pointer.is_file():
-        raise UserError(f"{run} holds no {name} checkpoint; start the run without --resume, or name another folder.")
+        raise UserError(
+            f"{run} holds no {name} checkpoint; start the run without --resume, or name another folder."
+        )
     folder = pointer.parent / pointer.read_text().strip()
     verify(folder)
     return folder
@@ -160,7 +176,9 @@ def verify(folder: Path) -> None:
         json.loads((folder / "progress.json").read_text())
         entries = [(name, entry["bytes"], entry["sha256"]) for name, entry in files.items()]
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"checkpoint {folder} has no readable manifest or progress file; {damaged}") from error
+        raise UserError(
+            f"checkpoint {folder} has no readable manifest or progress file; {damaged}"
+        ) from error
     for name, size, digest in entries:
         path = folder / name
         if not path.is_file():
@@ -186,7 +204,9 @@ class _Tensors:
 
     def read(self, name: str) -> Tensor:
         if name not in self.files:
-            raise UserError(f"the checkpoint holds no tensor {name}; it belongs to another model configuration.")
+            raise UserError(
+                f"the checkpoint holds no tensor {name}; it belongs to another model configuration."
+            )
         with safe_open(self.files[name], "pt") as handle:
             return handle.get_tensor(name)
 
@@ -196,7 +216,9 @@ class _Tensors:
         if place is None:
             return self.read(name + suffix)
         prefix, first, count = place
-        return torch.stack([self.read(_expert_key(name, prefix, e) + suffix) for e in range(first, first + count)])
+        return torch.stack(
+            [self.read(_expert_key(name, prefix, e) + suffix) for e in range(first, first + count)]
+        )
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
@@ -232,9 +254,13 @@ def load(folder: Path, model: nn.Module, engine: Any, ranks: Ranks, schedule: An
         if parameter.requires_grad
     }
     optimizer_state.restore(engine, states, progress["optimizer_scalars"])
-    schedule.load_state_dict({**schedule.state_dict(), **progress["schedule"]})
-    for group, lr in zip(engine.optimizer.param_groups, schedule.get_last_lr(), strict=True):
-        group["lr"] = lr
+    # One rate for all groups: their number differs between layouts, as sharded experts form groups of their own.
+    rate, groups = progress["lr"], engine.optimizer.param_groups
+    schedule.load_state_dict(
+        {**schedule.state_dict(), **progress["schedule"], "_last_lr": [rate for _ in groups]}
+    )
+    for group in groups:
+        group["lr"] = rate
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     for key, value in progress["loss_scaler"].items():
         setattr(scaler, key, value)

@@ -75,7 +75,8 @@ def _tidy(arguments: Sequence[str]) -> list[str]:
     """Drop the --local_rank that launchers add, and let --resume stand alone."""
     words = [word for word in arguments if not word.startswith(("--local_rank", "--local-rank"))]
     alone = [
-        word == "--resume" and (i + 1 == len(words) or words[i + 1].startswith("-")) for i, word in enumerate(words)
+        word == "--resume" and (i + 1 == len(words) or words[i + 1].startswith("-"))
+        for i, word in enumerate(words)
     ]
     return [word + "=true" if bare else word for word, bare in zip(words, alone, strict=True)]
 
@@ -97,7 +98,9 @@ def run_main(main: Callable[[Sequence[str]], None]) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:
-            time.sleep(_GRACE_SECONDS)  # a launcher kills all ranks once one is gone: let the message out first
+            time.sleep(
+                _GRACE_SECONDS
+            )  # a launcher kills all ranks once one is gone: let the message out first
         _leave(USER_ERROR_STATUS)
     except Exception:
         rank = os.environ.get("RANK", "0")

@@ -50,7 +50,9 @@ def collect_usage(model: nn.Module, ranks: Ranks) -> dict[str, UsageSummary]:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, task: TaskData, datasets: Sequence[Dataset], batch_size: int, ranks: Ranks) -> Score:
+def evaluate(
+    model: nn.Module, task: TaskData, datasets: Sequence[Dataset], batch_size: int, ranks: Ranks
+) -> Score:
     """Accuracy on each data set, in evaluation mode; collective. Leaves the training mode as it was."""
     was_training = model.training
     model.eval()
@@ -59,7 +61,9 @@ def evaluate(model: nn.Module, task: TaskData, datasets: Sequence[Dataset], batc
         layer.usage.reset()
     right = torch.zeros(len(datasets), dtype=torch.float64)
     for number, dataset in enumerate(datasets):
-        for (inputs, labels), weight in evaluation_batches(dataset, task, batch_size, ranks.rank, ranks.world_size):
+        for (inputs, labels), weight in evaluation_batches(
+            dataset, task, batch_size, ranks.rank, ranks.world_size
+        ):
             logits = logits_of(model(**to_device(inputs, ranks.device, dtype)))
             hits = logits.argmax(-1).cpu() == labels
             right[number] += (hits * weight).sum().double()

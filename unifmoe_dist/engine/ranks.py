@@ -72,7 +72,9 @@ def running_ranks(expert_parallel_size: int) -> Iterator[Ranks]:
 
     logger.setLevel("WARNING")
     if "RANK" not in os.environ:  # started without a launcher: a job of one rank
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
+        os.environ.update(
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port()
+        )
     cuda = torch.cuda.is_available()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")

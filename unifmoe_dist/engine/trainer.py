@@ -94,6 +94,8 @@ class Trainer:
         import deepspeed
 
         self.config, self.ranks, self.folder = config, ranks, folder
+        if config.parallel.precision == "fp16" and ranks.device.type == "cpu":
+            raise UserError("parallel.precision fp16 needs a GPU; on the CPU use fp32 or bf16.")
         seed_everything(config.seed)
         self.task: TaskData = build.build_task(config)
         self.model = build.build_model(config, self.task, ranks)

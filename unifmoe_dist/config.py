@@ -145,14 +145,19 @@ class ParallelConfig:
     Args:
         expert_parallel_size: Ranks that share one set of residual experts; 1 replicates them, and it must divide both
             the world size and num_experts.
-        zero_stage: DeepSpeed ZeRO stage.
+        expert_placement: near puts consecutive ranks into one expert-parallel group, so that the all-to-all stays
+            inside a node; far strides the groups, so that the all-reduce of expert gradients does instead.
+        zero_stage: DeepSpeed ZeRO stage; optimiser states of sharded experts are partitioned over their replicas.
+        offload_optimizer: Keep optimiser states and master weights in CPU memory and update there (ZeRO 1 and 2).
         precision: Number format of weights and activations.
         gradient_accumulation: Micro-batches per optimiser step.
         gradient_checkpointing: Recompute activations in the backward pass.
     """
 
     expert_parallel_size: int = 1
-    zero_stage: Literal[0, 1, 2] = 1
+    expert_placement: Literal["near", "far"] = "near"
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    offload_optimizer: bool = False
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     gradient_accumulation: int = 1
     gradient_checkpointing: bool = False
@@ -203,6 +208,16 @@ class TrainConfig:
         }
         for name, value in positive.items():
             _check(value >= 1, f"{name} must be at least 1, not {value}.")
+        _check(
+            self.parallel.zero_stage != 3,
+            "parallel.zero_stage 3 gathers a module's weights when its forward is called, but residual experts are "
+            "stacked weights that expert parallelism shards already; use zero_stage 2 with parallel.expert_parallel_size "
+            "up to the number of ranks, which leaves only the dense weights replicated.",
+        )
+        _check(
+            not self.parallel.offload_optimizer or self.parallel.zero_stage > 0,
+            "parallel.offload_optimizer needs parallel.zero_stage 1 or 2, not 0.",
+        )
         _check(self.optim.lr > 0, f"optim.lr must be above 0, not {self.optim.lr}.")
         _check(
             self.parallel.precision == "fp32" or self.parallel.zero_stage > 0,

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.base import TaskData
-from unifmoe_dist.engine import build, checkpoint
+from unifmoe_dist.engine import build, checkpoint, clipping
 from unifmoe_dist.engine.batches import TrainBatches
 from unifmoe_dist.engine.cli import dump_train_config
 from unifmoe_dist.engine.evaluate import Score, collect_usage, evaluate, logits_of, to_device
@@ -113,6 +113,7 @@ class Trainer:
             lr_scheduler=build.build_schedule(config),
             config=build.deepspeed_config(config, folder, ranks.world_size, len(self.task.train)),
         )
+        clipping.use_true_norm(self.engine, self.model, ranks)
         self.dtype = next(p.dtype for p in self.model.parameters() if p.is_floating_point())
         self.batches = TrainBatches(
             self.task, config.data.batch_size, config.seed, ranks.rank, ranks.world_size,

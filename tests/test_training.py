@@ -195,6 +195,8 @@ def test_unknown_key_in_a_file(tmp_path):
         (["--parallel.expert_parallel_size", "3"], 2, ["3", "2"]), (["--data.batch_size", "9"], 2, ["9", "2"]),
         (["--model.layers", "[]"], 1, ["model.layers"]), (["--steps", "0"], 1, ["steps", "0"]),
         (["--resume"], 1, ["--output"]), (["--parallel.precision", "bf16", "--parallel.zero_stage", "0"], 1, ["bf16"]),
+        (["--parallel.zero_stage", "3"], 2, ["zero_stage 3", "zero_stage 2"]),
+        (["--parallel.zero_stage", "0", "--parallel.offload_optimizer", "true"], 1, ["offload_optimizer", "1 or 2"]),
     ],
 )  # fmt: skip
 def test_options_that_do_not_fit(words, world, expected):

@@ -211,8 +211,8 @@ class TrainConfig:
         _check(
             self.parallel.zero_stage != 3,
             "parallel.zero_stage 3 gathers a module's weights when its forward is called, but residual experts are "
-            "stacked weights that expert parallelism shards already; use zero_stage 2 with parallel.expert_parallel_size "
-            "up to the number of ranks, which leaves only the dense weights replicated.",
+            "stacked weights that expert parallelism shards already; use zero_stage 2 and a larger "
+            "parallel.expert_parallel_size, which leaves only the dense weights replicated.",
         )
         _check(
             not self.parallel.offload_optimizer or self.parallel.zero_stage > 0,

@@ -64,10 +64,10 @@ def find_master() -> None:
 
 def first_host(nodes: str) -> str:
     """First host of a Slurm node list: "gpu[03-05,9],login" -> "gpu03"."""
-    found = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
-    if found is None:
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)  # up to the first comma outside brackets
+    if first is None:
         raise UserError(f"the Slurm node list {nodes!r} names no host; set MASTER_ADDR to the first node's address.")
-    return "".join(part or "" for part in found.groups())
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
 
 
 def _ask_rank_0() -> tuple[str, int]:
@@ -75,8 +75,8 @@ def _ask_rank_0() -> tuple[str, int]:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise UserError(
-            f"the job was started by mpirun, but mpi4py finds no MPI library ({error}); install one, or set MASTER_ADDR "
-            "and MASTER_PORT to an address and free port of the first node."
+            f"the job was started by mpirun, but mpi4py finds no MPI library ({error}); install one, or set "
+            "MASTER_ADDR and MASTER_PORT to an address and free port of the first node."
         ) from error
     mine = (_address(), _free_port()) if MPI.COMM_WORLD.Get_rank() == 0 else None
     return MPI.COMM_WORLD.bcast(mine, root=0)

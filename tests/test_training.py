@@ -14,11 +14,13 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 
 from unifmoe_dist.config import DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
-from unifmoe_dist.engine import checkpoint
+from unifmoe_dist.engine import build, checkpoint
+from unifmoe_dist.engine.batches import TrainBatches
 from unifmoe_dist.engine.cli import dump_train_config, load_train_config, parse_train_config
-from unifmoe_dist.engine.ranks import Ranks, running_ranks
+from unifmoe_dist.engine.ranks import Ranks, running_ranks, seed_everything
 from unifmoe_dist.engine.trainer import Trainer, choose_folder
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.upcycling import moe_layers
 
 ROOT = Path(__file__).parent.parent
 
@@ -78,6 +80,34 @@ def assert_same_training(results, expected):
         assert losses == pytest.approx(expected[0], abs=1e-5)
         for name, weight in weights.items():
             torch.testing.assert_close(weight, expected[1][name], atol=1e-5, rtol=1e-3)
+
+
+def train_with_ddp(rank, world, folder):
+    """The same 20 steps in plain torch: DistributedDataParallel and SGD, no DeepSpeed."""
+    config = make_config(folder)
+    ranks = Ranks(rank, world, torch.device("cpu"))
+    seed_everything(config.seed)
+    task = build.build_task(config)
+    model = build.build_model(config, task)
+    replica = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = build.build_optimizer(config, model, ranks)
+    schedule = build.build_schedule(config)(optimizer)
+    batches = TrainBatches(task, config.data.batch_size, config.seed, rank, world, 1)
+    losses = []
+    for step in range(20):
+        for inputs, labels in batches.step(step):
+            loss = torch.nn.functional.cross_entropy(replica(**inputs), labels)
+            gram = sum(layer.diversity_loss() for layer in moe_layers(model).values())
+            (loss + config.optim.lambda_div * gram).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(float(ranks.all_sum(loss)) / world)
+    return losses, checkpoint.split_by_expert(model, dict(model.state_dict())), []
+
+
+def test_deepspeed_equals_plain_ddp(one_rank, tmp_path):
+    assert_same_training(run_ranks(2, train_with_ddp, str(tmp_path)), one_rank)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,268 @@
+"""The routing decision of `routing.py::route` in one Triton kernel per pass, with what statistics need.
+
+Logits and prototype scores are exact to float32 rounding: bfloat16 tokens are multiplied by float32 weights cut into
+three bfloat16 parts, whose products are exact; other tokens by three TF32 products. Decisions equal those of `route`
+except where rounding decides, such as two affinities that differ in the last bit.
+
+There is no sort. Ranks come from comparing every pair of a row in registers, and an expert is active if the mass of
+those ranked before it is below the threshold: float32 sums of the same non-negative numbers in index order cannot
+shrink when one is added, so this is a prefix of the order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from unifmoe_dist.kernels.triton_math import INTERPRETED, power_of_two
+from unifmoe_dist.routing import Routing
+
+_TOKENS = 32  # per program
+
+
+def triton_route(
+    x_ND: Tensor, weight_KD: Tensor, prototypes_BD: Tensor, token_mask_N: Tensor | None = None
+) -> Routing:  # fmt: skip
+    """Same meaning and gradients as `route` on float32 copies of its inputs.
+
+    Args:
+        x_ND: (N, D) tokens in float32, bfloat16 or float16.
+        weight_KD: (K + 1, D) router weight, row 0 the shared column.
+        prototypes_BD: (B, D) block prototypes.
+        token_mask_N: (N,) bool; a false token gets zeros everywhere, uses nothing and has no gradient.
+
+    Returns:
+        The decision, with `statistics` filled.
+    """
+    alpha, affinity, gates, blocks, block_count, expert_count, statistics = _TritonRoute.apply(
+        x_ND.contiguous(), weight_KD.float().contiguous(), prototypes_BD.detach().float().contiguous(), token_mask_N
+    )
+    return Routing(alpha, blocks, affinity, gates, block_count, expert_count, statistics)
+
+
+class _TritonRoute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, prototypes: Tensor, token_mask: Tensor | None
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        (n, dim), num_experts, num_blocks = x.shape, weight.shape[0] - 1, prototypes.shape[0]
+        alpha, affinity, gates = (x.new_empty(s, dtype=torch.float32) for s in ((n,), (n, num_experts), (n, num_experts)))
+        blocks = x.new_empty((n, num_blocks), dtype=torch.bool)
+        block_count, expert_count = (x.new_empty((n,), dtype=torch.int64) for _ in range(2))
+        programs = triton.cdiv(n, _TOKENS)
+        statistics = x.new_empty((programs, 5 + num_experts + num_blocks), dtype=torch.float32)
+        mask = None if token_mask is None else token_mask.contiguous().view(torch.uint8)
+        if n:
+            _route_kernel[(programs,)](
+                x, weight, prototypes, mask, alpha, affinity, gates, blocks.view(torch.uint8), block_count,
+                expert_count, statistics, n, K=num_experts, B=num_blocks, D=dim, KP=power_of_two(num_experts + 1, 16),
+                BP=power_of_two(num_blocks, 16), TOKENS=_TOKENS, BLOCK_D=min(64, power_of_two(dim, 16)),
+                HAS_MASK=mask is not None, PRODUCTS=_products(x.dtype), num_warps=4,
+            )  # fmt: skip
+        ctx.save_for_backward(x, weight, alpha, affinity, gates, mask)
+        ctx.num_blocks = num_blocks
+        ctx.mark_non_differentiable(blocks, block_count, expert_count, statistics)
+        return alpha, affinity, gates, blocks, block_count, expert_count, statistics
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_alpha: Tensor, grad_affinity: Tensor, grad_gates: Tensor, *_: Tensor
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        x, weight, alpha, affinity, gates, mask = ctx.saved_tensors
+        (n, dim), num_experts = x.shape, weight.shape[0] - 1
+        if not n:
+            return torch.zeros_like(x), torch.zeros_like(weight), None, None
+        grad_x = torch.empty_like(x)
+        grad_logits = x.new_empty((n, num_experts + 1), dtype=torch.float32)
+        padded = power_of_two(num_experts + 1, 16)
+        common = dict(D=dim, KP=padded, BLOCK_D=min(64, power_of_two(dim, 16)), num_warps=4)
+        _route_backward_kernel[(triton.cdiv(n, _TOKENS),)](
+            grad_alpha.contiguous(), grad_affinity.contiguous(), grad_gates.contiguous(), alpha, affinity, gates,
+            weight, mask, grad_logits, grad_x, n, K=num_experts, B=ctx.num_blocks, TOKENS=_TOKENS,
+            HAS_MASK=mask is not None, **common,
+        )  # fmt: skip
+        # Partial sums over spans of tokens, added in order.
+        spans = min(64, triton.cdiv(n, 64))
+        span = triton.cdiv(triton.cdiv(n, spans), 64) * 64
+        partial = weight.new_empty((spans, num_experts + 1, dim))
+        _route_weight_kernel[(spans, triton.cdiv(dim, common["BLOCK_D"]))](
+            x, mask, grad_logits, partial, n, span, C=num_experts + 1, STEP=32, HAS_MASK=mask is not None, **common
+        )
+        return grad_x, partial.sum(0), None, None
+
+
+def _products(dtype: torch.dtype) -> str:
+    return "split" if dtype == torch.bfloat16 and not INTERPRETED else "tf32x3"
+
+
+@triton.jit
+def _exact_dot(x, w, acc, PRODUCTS: tl.constexpr):
+    """acc + x @ w, for float32 w, to float32 rounding."""
+    if PRODUCTS == "split":
+        high = w.to(tl.bfloat16)
+        rest = w - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        acc = tl.dot(x, low, acc)
+        acc = tl.dot(x, middle, acc)
+        return tl.dot(x, high, acc)
+    else:
+        return tl.dot(x.to(tl.float32), w, acc, input_precision="tf32x3")
+
+
+@triton.jit
+def _column(values, column, index):
+    """(tokens,) one column of a tile."""
+    return tl.sum(tl.where(column == index, values, 0.0), 1)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _route_kernel(
+    x, weight, prototypes, token_mask, alpha_out, affinity_out, gates_out, blocks_out, block_count_out,
+    expert_count_out, statistics_out, n, K: tl.constexpr, B: tl.constexpr, D: tl.constexpr, KP: tl.constexpr,
+    BP: tl.constexpr, TOKENS: tl.constexpr, BLOCK_D: tl.constexpr, HAS_MASK: tl.constexpr, PRODUCTS: tl.constexpr,
+):  # fmt: skip
+    """Logits in columns 0 (shared) and 1..K (experts) of one tile, prototype scores in another."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    wide = token.to(tl.int64)[:, None]
+    valid = token < n
+    k = tl.arange(0, KP)[None, :]
+    b = tl.arange(0, BP)[None, :]
+    logits = tl.zeros((TOKENS, KP), tl.float32)
+    scores = tl.zeros((TOKENS, BP), tl.float32)
+    for first in range(0, D, BLOCK_D):
+        d = first + tl.arange(0, BLOCK_D)
+        xs = tl.load(x + wide * D + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
+        w = tl.load(weight + k * D + d[:, None], mask=(k <= K) & (d < D)[:, None], other=0.0)
+        logits = _exact_dot(xs, w, logits, PRODUCTS)
+        p = tl.load(prototypes + b * D + d[:, None], mask=(b < B) & (d < D)[:, None], other=0.0)
+        scores = _exact_dot(xs, p, scores, PRODUCTS)
+
+    # How much to share.
+    TAU: tl.constexpr = (B - 1) / (B * B)
+    alpha = TAU + (1 - 2 * TAU) * (1.0 / (1.0 + tl.exp(-_column(logits, k, 0))))
+    amount = B * alpha
+    amount = tl.where(amount != amount, 1.0, amount)
+    whole = tl.floor(amount)
+    odd = whole - 2.0 * tl.floor(whole * 0.5)
+    rest = amount - whole
+    count = (whole + tl.where((rest > 0.5) | ((rest == 0.5) & (odd == 1.0)), 1.0, 0.0)).to(tl.int32)
+    count = tl.minimum(tl.maximum(count, 1), B - 1)
+
+    # What to share: a block's rank is the number of blocks before it. NaN sorts first, ties by index, as in torch.
+    rank = tl.zeros((TOKENS, BP), tl.int32)
+    nan = scores != scores
+    for index in range(0, B):
+        other = _column(scores, b, index)[:, None]
+        other_nan = other != other
+        before = (other > scores) | (other_nan & (nan == 0))
+        tie = (other == scores) | (other_nan & nan)
+        rank += (before | (tie & (index < b))).to(tl.int32)
+    shared = (rank < count[:, None]) & (b < B)
+
+    # How many experts the remainder needs.
+    is_expert = (k >= 1) & (k <= K)
+    logits = tl.where(is_expert, logits, float("-inf"))
+    exponentials = tl.exp(logits - tl.max(logits, 1)[:, None])
+    affinity = exponentials / tl.sum(exponentials, 1)[:, None]
+    mass = tl.zeros((TOKENS, KP), tl.float32)
+    for index in range(1, K + 1):
+        other = _column(affinity, k, index)[:, None]
+        before = (other > affinity) | (other != other) | ((other == affinity) & (index < k))
+        mass += tl.where(before & (k != index), other, 0.0)
+    needed = (1.0 - alpha)[:, None]
+    active = is_expert & ((mass >= needed) == 0)  # true for NaN as well
+    counted = valid
+    if HAS_MASK:
+        counted = valid & (tl.load(token_mask + token, mask=valid, other=0) != 0)
+    alpha = tl.where(counted, alpha, 0.0)
+    affinity = tl.where(counted[:, None] & is_expert, affinity, 0.0)
+    active = active & counted[:, None]
+    shared = shared & counted[:, None]
+    gates = tl.where(active, affinity, 0.0)
+    count = tl.where(counted, count, 0)
+    expert_count = tl.sum(active.to(tl.int32), 1)
+
+    tl.store(alpha_out + token, alpha, mask=valid)
+    tl.store(block_count_out + token, count.to(tl.int64), mask=valid)
+    tl.store(expert_count_out + token, expert_count.to(tl.int64), mask=valid)
+    inside = valid[:, None] & is_expert
+    tl.store(affinity_out + wide * K + (k - 1), affinity, mask=inside)
+    tl.store(gates_out + wide * K + (k - 1), gates, mask=inside)
+    tl.store(blocks_out + wide * B + b, shared.to(tl.uint8), mask=valid[:, None] & (b < B))
+
+    # One row of sums per program, in the order of `Usage`.
+    row = statistics_out + tl.program_id(0) * (5 + K + B)
+    tl.store(row, tl.sum(counted.to(tl.float32), 0))
+    tl.store(row + 1, tl.sum((count + expert_count * (B - count)).to(tl.float32), 0))
+    tl.store(row + 2, tl.sum(expert_count.to(tl.float32), 0))
+    tl.store(row + 3, tl.sum(count.to(tl.float32), 0))
+    tl.store(row + 4, tl.sum(alpha, 0))
+    k_row = tl.arange(0, KP)
+    b_row = tl.arange(0, BP)
+    load = tl.sum(((gates != 0) & active).to(tl.float32), 0)
+    tl.store(row + 4 + k_row, load, mask=(k_row >= 1) & (k_row <= K))
+    tl.store(row + 5 + K + b_row, tl.sum(shared.to(tl.float32), 0), mask=b_row < B)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _route_backward_kernel(
+    grad_alpha, grad_affinity, grad_gates, alpha_in, affinity_in, gates_in, weight, token_mask, grad_logits, grad_x,
+    n, K: tl.constexpr, B: tl.constexpr, TOKENS: tl.constexpr, HAS_MASK: tl.constexpr, D: tl.constexpr,
+    KP: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Through gates = affinity where active, the softmax and the sigmoid; then grad_x = grad_logits @ weight."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    wide = token.to(tl.int64)[:, None]
+    valid = token < n
+    counted = valid
+    if HAS_MASK:
+        counted = valid & (tl.load(token_mask + token, mask=valid, other=0) != 0)
+    k = tl.arange(0, KP)[None, :]
+    inside = counted[:, None] & (k >= 1) & (k <= K)
+    at = wide * K + (k - 1)
+    affinity = tl.load(affinity_in + at, mask=inside, other=0.0)
+    upstream = tl.load(grad_affinity + at, mask=inside, other=0.0)
+    active = tl.load(gates_in + at, mask=inside, other=0.0) != 0
+    upstream += tl.where(active, tl.load(grad_gates + at, mask=inside, other=0.0), 0.0)
+    grad = affinity * (upstream - tl.sum(upstream * affinity, 1)[:, None])
+    TAU: tl.constexpr = (B - 1) / (B * B)
+    SPAN: tl.constexpr = 1 - 2 * TAU
+    sigmoid = (tl.load(alpha_in + token, mask=counted, other=TAU) - TAU) / SPAN
+    slope = tl.load(grad_alpha + token, mask=counted, other=0.0) * SPAN * sigmoid * (1.0 - sigmoid)
+    grad = tl.where(k == 0, slope[:, None], grad)
+    tl.store(grad_logits + wide * (K + 1) + k, grad, mask=valid[:, None] & (k <= K))
+    column = tl.arange(0, KP)[:, None]
+    for first in range(0, D, BLOCK_D):
+        d = first + tl.arange(0, BLOCK_D)[None, :]
+        w = tl.load(weight + column * D + d, mask=(column <= K) & (d < D), other=0.0)
+        product = tl.dot(grad, w, tl.zeros((TOKENS, BLOCK_D), tl.float32), input_precision="tf32x3")
+        tl.store(grad_x + wide * D + d, product.to(grad_x.dtype.element_ty), mask=valid[:, None] & (d < D))
+
+
+@triton.jit(do_not_specialize=["n", "span"])
+def _route_weight_kernel(
+    x, token_mask, grad_logits, partial, n, span, C: tl.constexpr, STEP: tl.constexpr, HAS_MASK: tl.constexpr,
+    D: tl.constexpr, KP: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """partial[s] = grad_logits^T @ x over the tokens of span s."""
+    start = tl.program_id(0) * span
+    c = tl.arange(0, KP)[:, None]
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    acc = tl.zeros((KP, BLOCK_D), tl.float32)
+    for first in range(start, tl.minimum(start + span, n), STEP):
+        token = first + tl.arange(0, STEP)
+        counted = token < n
+        if HAS_MASK:
+            counted = counted & (tl.load(token_mask + token, mask=counted, other=0) != 0)
+        wide = token.to(tl.int64)
+        g = tl.load(grad_logits + wide[None, :] * C + c, mask=counted[None, :] & (c < C), other=0.0)
+        xs = tl.load(x + wide[:, None] * D + d, mask=counted[:, None] & (d < D), other=0.0)
+        acc = tl.dot(g, xs.to(tl.float32), acc, input_precision="tf32x3")
+    tl.store(partial + (tl.program_id(0) * C + c) * D + d, acc, mask=(c < C) & (d < D))

@@ -88,7 +88,7 @@ class ModelConfig:
     layers: list[int] = field(default_factory=lambda: [3, 5])
     num_experts: int = 6
     num_blocks: int = 8
-    dispatcher: Literal["auto", "local", "alltoall"] = "auto"
+    dispatcher: Literal["auto", "local", "alltoall", "tutel"] = "auto"
     pretrained: str | None = None
 
 

@@ -24,7 +24,7 @@ class UniFMoELayer(nn.Module):
         config: Shape of the layer.
         expert_group: Ranks over which the residual experts are sharded, contiguously in rank order; None keeps all
             here.
-        dispatcher: "auto", "local" or "alltoall".
+        dispatcher: "auto" (local on one rank, else alltoall), "local", "alltoall" or "tutel" (needs the tutel extra).
 
     Attributes:
         router: The augmented router; `router.weight` is (K + 1, model_dim), row 0 the shared column.
@@ -88,7 +88,8 @@ class UniFMoELayer(nn.Module):
     def _apply_to_tokens(self, x: Tensor) -> Tensor:
         routing = self.route(x)
         self.usage.update(routing)
-        exchange = self.dispatcher.dispatch(x, routing.gates, ~routing.shared_blocks)
+        trained = any(p.requires_grad for p in self.experts.parameters())
+        exchange = self.dispatcher.dispatch(x, routing.gates, ~routing.shared_blocks, trained)
         # The shared expert needs no exchange: it is computed while tokens travel.
         shared = grouped_block_ffn(x, routing.shared_demand[:, None], routing.shared_blocks, self.shared.weights())
         arrived = exchange.arrivals()

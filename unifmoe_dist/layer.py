@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unifmoe_dist.config import UniFMoEConfig
-from unifmoe_dist.dispatch import make_dispatcher
+from unifmoe_dist.dispatch import limit_load, make_dispatcher
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.kernels import grouped_block_ffn
@@ -86,7 +86,7 @@ class UniFMoELayer(nn.Module):
         return torch.zeros_like(tokens).index_copy(0, kept, output).view(x.shape)
 
     def _apply_to_tokens(self, x: Tensor) -> Tensor:
-        routing = self.route(x)
+        routing = limit_load(self.route(x), self.config.capacity_factor)
         self.usage.update(routing)
         trained = any(p.requires_grad for p in self.experts.parameters())
         exchange = self.dispatcher.dispatch(x, routing.gates, ~routing.shared_blocks, trained)
@@ -97,7 +97,7 @@ class UniFMoELayer(nn.Module):
         return shared + exchange.combine(residual)
 
     def route(self, x: Tensor) -> Routing:
-        """Routing of x (..., model_dim), over tokens flattened to N."""
+        """Routing of x (..., model_dim), over tokens flattened to N, before any capacity limit."""
         self._check_shapes(x, None)
         return self.router(x.reshape(-1, x.shape[-1]), self.shared.prototypes()[0])
 

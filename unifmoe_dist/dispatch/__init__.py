@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from unifmoe_dist.dispatch.alltoall import AllToAllDispatcher
 from unifmoe_dist.dispatch.base import Arrivals, Dispatcher, Exchange
+from unifmoe_dist.dispatch.capacity import limit_load
 from unifmoe_dist.dispatch.local import LocalDispatcher
 from unifmoe_dist.dispatch.tutel import TutelDispatcher
 from unifmoe_dist.errors import UserError
@@ -34,4 +35,4 @@ def make_dispatcher(name: str, group: dist.ProcessGroup | None) -> Dispatcher:
     return AllToAllDispatcher(group)
 
 
-__all__ = ["DISPATCHERS", "Arrivals", "Dispatcher", "Exchange", "make_dispatcher"]
+__all__ = ["DISPATCHERS", "Arrivals", "Dispatcher", "Exchange", "limit_load", "make_dispatcher"]

@@ -34,7 +34,7 @@ def build_model(config: TrainConfig, task: TaskData, ranks: Ranks | None = None)
         model = upcycle(
             model, layers=config.model.layers, num_experts=config.model.num_experts,
             num_blocks=config.model.num_blocks, expert_group=None if ranks is None else ranks.expert_group,
-            dispatcher=config.model.dispatcher,
+            dispatcher=config.model.dispatcher, capacity_factor=config.model.capacity_factor,
         )  # fmt: skip
     if config.parallel.gradient_checkpointing:
         enable: Any = getattr(model, "gradient_checkpointing_enable", None) or model.set_grad_checkpointing

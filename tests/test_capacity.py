@@ -100,10 +100,10 @@ def test_ties_go_to_the_lower_token():
     with torch.no_grad():
         layer.router.weight.zero_()
         layer.router.weight[2, 0] = 5.0
-    routing = layer.route(torch.ones(6, 10))  # six equal tokens choose expert 1: 6 assignments, 6/4 of them fit
+    routing = layer.route(torch.ones(98, 10))  # all choose expert 1: 98 assignments, 25 places
     kept = limit_load(routing, 1.0)
-    assert (kept.gates != 0).nonzero().tolist() == [[0, 1], [1, 1]]
-    assert kept.expert_count.tolist() == [1, 1, 0, 0, 0, 0] and kept.dropped.tolist() == [0, 0, 1, 1, 1, 1]
+    assert (kept.gates != 0).nonzero().tolist() == [[t, 1] for t in range(25)]
+    assert kept.expert_count.tolist() == [1] * 25 + [0] * 73 and kept.dropped.tolist() == [0] * 25 + [1] * 73
 
 
 def test_a_nan_token_gives_way_and_stays_alone():

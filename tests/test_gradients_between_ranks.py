@@ -66,18 +66,21 @@ def test_needs_may_differ_between_ranks(dispatcher):
 
 def two_layers(rank, world, dispatcher, reentrant, needs_x):
     wholes = [whole_layer(CONFIG, seed) for seed in (1, 2)]
-    grads = []
-    for checkpointed in (False, True):
-        layers = [sharded_layer(w, dist.group.WORLD, dispatcher) for w in wholes]
-        x = inputs()[rank].requires_grad_(needs_x)
-        y = x
-        for layer in layers:
-            y = y + (checkpoint(layer, y, use_reentrant=reentrant) if checkpointed else layer(y))
-        y.square().sum().backward()
-        grads.append([x.grad, *(p.grad for layer in layers for p in layer.parameters())])
-    assert (grads[0][0] is None) == (not needs_x)
-    for plain, recomputed in zip(*grads, strict=True):
-        assert plain is None and recomputed is None or torch.equal(plain, recomputed)
+    for frozen in ((), ("experts",), ("router",), ("router", "experts"), ("shared", "experts")):
+        grads = []
+        for checkpointed in (False, True):
+            layers = [sharded_layer(w, dist.group.WORLD, dispatcher) for w in wholes]
+            x = inputs()[rank].requires_grad_(needs_x)
+            y = x
+            for layer in layers:
+                for part in frozen:
+                    getattr(layer, part).requires_grad_(False)
+                y = y + (checkpoint(layer, y, use_reentrant=reentrant) if checkpointed else layer(y))
+            y.square().sum().backward()
+            grads.append([x.grad, *(p.grad for layer in layers for p in layer.parameters())])
+        assert (grads[0][0] is None) == (not needs_x)
+        for plain, recomputed in zip(*grads, strict=True):
+            assert plain is None and recomputed is None or torch.equal(plain, recomputed)
     return True
 
 

@@ -47,6 +47,21 @@ def test_without_a_group_it_equals_local(n, experts, blocks, bias, seed, spread,
         torch.testing.assert_close(got, want, **CLOSE)
 
 
+@pytest.mark.gpu
+@pytest.mark.tutel
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 0.05), (torch.float16, 0.01)])
+def test_its_cuda_kernels_equal_local(dtype, tolerance):
+    results = []
+    for layer in local_and_tutel(UniFMoEConfig(64, 96, 6, 8), 1):
+        layer.to("cuda", dtype)
+        x = torch.randn(300, 64, generator=torch.Generator().manual_seed(2)).to("cuda", dtype).requires_grad_()
+        y = layer(x)
+        y.square().mean().backward()
+        results.append([y, x.grad, *(p.grad for p in layer.parameters())])
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance * float(want.detach().abs().max()))
+
+
 @pytest.mark.tutel
 def test_only_real_rows_reach_the_experts():
     layer = UniFMoELayer(UniFMoEConfig(9, 24, 4, 6), dispatcher="tutel")

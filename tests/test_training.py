@@ -25,10 +25,13 @@ from unifmoe_dist.upcycling import moe_layers
 ROOT = Path(__file__).parent.parent
 
 
-def make_config(folder, *, steps=20, optimizer="sgd", resume=False, seed=0, clip=0.0, **parallel) -> TrainConfig:
+def make_config(
+    folder, *, steps=20, optimizer="sgd", resume=False, seed=0, clip=0.0, dispatcher="auto", **parallel
+) -> TrainConfig:
     return TrainConfig(
         output=str(folder), steps=steps, eval_every=10, log_every=5, baseline=False, progress=False, resume=resume,
-        seed=seed, model=ModelConfig(layers=[1, 3], num_experts=4), data=DataConfig(batch_size=4),
+        seed=seed, data=DataConfig(batch_size=4),
+        model=ModelConfig(layers=[1, 3], num_experts=4, dispatcher=dispatcher),
         optim=OptimConfig(name=optimizer, lr=0.05 if optimizer == "sgd" else 1e-3, warmup_steps=3, grad_clip=clip),
         parallel=ParallelConfig(**parallel),
     )  # fmt: skip
@@ -65,6 +68,8 @@ def one_rank(tmp_path_factory):
         (4, dict(expert_parallel_size=2, expert_placement="far", zero_stage=2)),
         (2, dict(expert_parallel_size=2, offload_optimizer=True)),
         (2, dict(expert_parallel_size=2, gradient_accumulation=2)), (1, dict(gradient_checkpointing=True)),
+        pytest.param(2, dict(expert_parallel_size=2, gradient_checkpointing=True, dispatcher="tutel"),
+                     marks=pytest.mark.tutel),
     ],
 )  # fmt: skip
 def test_sgd_losses_equal_one_rank(world, parallel, one_rank, tmp_path):

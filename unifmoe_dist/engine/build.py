@@ -28,13 +28,17 @@ def build_task(config: TrainConfig) -> TaskData:
 
 
 def build_model(config: TrainConfig, task: TaskData, ranks: Ranks | None = None) -> nn.Module:
-    """The dense backbone, upcycled if the configuration asks for it. Seed torch first."""
+    """The dense backbone, upcycled if the configuration asks for it. Seed torch first.
+
+    Without ranks all experts are here and nothing travels, so no dispatcher's library is needed.
+    """
     model = task.build_model()
     if config.model.moe == "unif":
         model = upcycle(
             model, layers=config.model.layers, num_experts=config.model.num_experts,
             num_blocks=config.model.num_blocks, expert_group=None if ranks is None else ranks.expert_group,
-            dispatcher=config.model.dispatcher,
+            dispatcher="auto" if ranks is None else config.model.dispatcher,
+            capacity_factor=config.model.capacity_factor,
         )  # fmt: skip
     if config.parallel.gradient_checkpointing:
         enable: Any = getattr(model, "gradient_checkpointing_enable", None) or model.set_grad_checkpointing

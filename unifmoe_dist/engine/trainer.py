@@ -248,7 +248,7 @@ class Trainer:
             if isinstance(value, float)
         ]
         for layer, u in usage.items():
-            for name in ("block_compute", "expert_count", "shared_demand"):
+            for name in ("block_compute", "expert_count", "shared_demand", "dropped"):
                 events.append((f"{record['kind']}/{layer}/{name}", getattr(u, name), self.step))
             events += [
                 (f"{record['kind']}/{layer}/load/{e}", v, self.step) for e, v in enumerate(u.expert_load)
@@ -279,6 +279,7 @@ def summarise(config: TrainConfig, score: Score, world_size: int, seconds: float
         "mean_block_compute": _mean(score.usage, "block_compute") if score.usage else dense,
         "mean_expert_count": _mean(score.usage, "expert_count") if score.usage else 0.0,
         "mean_shared_demand": _mean(score.usage, "shared_demand") if score.usage else None,
+        "dropped_fraction": _mean(score.usage, "dropped") if score.usage else 0.0,
         "num_blocks": config.model.num_blocks,
         "world_size": world_size,
         "expert_parallel_size": config.parallel.expert_parallel_size,

@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unifmoe_dist.config import UniFMoEConfig
-from unifmoe_dist.dispatch import limit_load, make_dispatcher
+from unifmoe_dist.dispatch import LocalDispatcher, limit_load, make_dispatcher
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts
-from unifmoe_dist.kernels import grouped_block_ffn
+from unifmoe_dist.kernels import block_ffn, masks_in_place, route_tokens, shared_and_residual_ffn
 from unifmoe_dist.routing import Router, Routing
 from unifmoe_dist.usage import Usage
 
@@ -79,27 +79,34 @@ class UniFMoELayer(nn.Module):
         """
         self._check_shapes(x, token_mask)
         tokens = x.reshape(-1, x.shape[-1])
-        if token_mask is None:
-            return self._apply_to_tokens(tokens).view(x.shape)
-        kept = token_mask.reshape(-1).to(device=x.device, dtype=torch.bool).nonzero().squeeze(1)
+        if token_mask is not None:
+            token_mask = token_mask.reshape(-1).to(device=x.device, dtype=torch.bool)
+        if token_mask is None or masks_in_place(tokens, self.router, self.config.num_blocks):
+            return self._apply_to_tokens(tokens, token_mask).view(x.shape)
+        kept = token_mask.nonzero().squeeze(1)
         output = self._apply_to_tokens(tokens.index_select(0, kept))
         return torch.zeros_like(tokens).index_copy(0, kept, output).view(x.shape)
 
-    def _apply_to_tokens(self, x: Tensor) -> Tensor:
-        routing = limit_load(self.route(x), self.config.capacity_factor)
+    def _apply_to_tokens(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
+        routing = limit_load(self._route(x, token_mask), self.config.capacity_factor)
         self.usage.update(routing)
+        if isinstance(self.dispatcher, LocalDispatcher):
+            return shared_and_residual_ffn(x, routing, self.shared.weights(), self.experts.weights())
         trained = any(p.requires_grad for p in self.experts.parameters())
         exchange = self.dispatcher.dispatch(x, routing.gates, ~routing.shared_blocks, trained)
         # The shared expert needs no exchange: it is computed while tokens travel.
-        shared = grouped_block_ffn(x, routing.shared_demand[:, None], routing.shared_blocks, self.shared.weights())
+        shared = block_ffn(x, routing.shared_demand[:, None], routing.shared_blocks, self.shared.weights())
         arrived = exchange.arrivals()
-        residual = grouped_block_ffn(arrived.x, arrived.gates, arrived.blocks, self.experts.weights())
+        residual = block_ffn(arrived.x, arrived.gates, arrived.blocks, self.experts.weights())
         return shared + exchange.combine(residual)
 
     def route(self, x: Tensor) -> Routing:
         """Routing of x (..., model_dim), over tokens flattened to N, before any capacity limit."""
         self._check_shapes(x, None)
-        return self.router(x.reshape(-1, x.shape[-1]), self.shared.prototypes()[0])
+        return self._route(x.reshape(-1, x.shape[-1]))
+
+    def _route(self, x: Tensor, token_mask: Tensor | None = None) -> Routing:
+        return route_tokens(x, self.router, self.shared.prototypes()[0], token_mask)
 
     def diversity_loss(self) -> Tensor:
         """Gram loss of this layer's router, a float32 scalar."""

@@ -23,6 +23,7 @@ class Routing:
         shared_block_count: (N,) int64, b.
         expert_count: (N,) int64, k.
         dropped: (N,) int64, assignments that a capacity limit took away, not counted in k; None without a limit.
+        statistics: (any, 6 + K + B) float32, parts of the sums that `Usage` keeps, where routing made them by the way.
     """
 
     shared_demand: Tensor
@@ -32,6 +33,7 @@ class Routing:
     shared_block_count: Tensor
     expert_count: Tensor
     dropped: Tensor | None = None
+    statistics: Tensor | None = None
 
     @property
     def block_compute(self) -> Tensor:

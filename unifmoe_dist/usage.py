@@ -49,7 +49,10 @@ class UsageSummary:
 
 
 class Usage:
-    """Adds up what a layer's routing decided since the last reset."""
+    """Adds up what a layer's routing decided since the last reset.
+
+    `totals` is updated in place, so that a captured CUDA graph keeps counting.
+    """
 
     def __init__(self) -> None:
         self.totals: Tensor | None = None
@@ -58,21 +61,31 @@ class Usage:
     @torch.compiler.disable
     @torch.no_grad()
     def update(self, routing: Routing) -> None:
-        """Count the N tokens of one routing decision."""
-        tokens, self.num_experts = routing.gates.shape
+        """Count the tokens of one routing decision; masked ones, which share no block, are left out."""
+        self.num_experts = routing.gates.shape[1]
+        totals = self._sums(routing) if routing.statistics is None else routing.statistics.sum(0, dtype=torch.float64)
+        with torch.inference_mode(False):  # what an evaluation starts, training may continue
+            if self.totals is None:
+                self.totals = torch.zeros_like(totals)
+            elif self.totals.device != totals.device:
+                self.totals = self.totals.to(totals.device)
+            self.totals.add_(totals)
+
+    @staticmethod
+    def _sums(routing: Routing) -> Tensor:
         dropped = torch.zeros_like(routing.expert_count) if routing.dropped is None else routing.dropped
         sums = [
-            torch.full((), tokens, dtype=torch.float64, device=routing.gates.device),
+            (routing.shared_block_count > 0).double().sum(),
             routing.block_compute.double().sum(),
             routing.expert_count.double().sum(),
             routing.shared_block_count.double().sum(),
             routing.shared_demand.detach().double().sum(),
             dropped.double().sum(),
         ]
-        totals = torch.cat(
+        return torch.cat(
             [torch.stack(sums), (routing.gates != 0).double().sum(0), routing.shared_blocks.double().sum(0)]
         )
-        self.totals = totals if self.totals is None else self.totals.to(totals.device) + totals
 
     def reset(self) -> None:
-        self.totals = None
+        if self.totals is not None:
+            self.totals.zero_()

@@ -35,4 +35,4 @@ def make_dispatcher(name: str, group: dist.ProcessGroup | None) -> Dispatcher:
     return AllToAllDispatcher(group)
 
 
-__all__ = ["DISPATCHERS", "Arrivals", "Dispatcher", "Exchange", "limit_load", "make_dispatcher"]
+__all__ = ["DISPATCHERS", "Arrivals", "Dispatcher", "Exchange", "LocalDispatcher", "limit_load", "make_dispatcher"]

@@ -2,5 +2,22 @@
 
 from unifmoe_dist.kernels.grouped import grouped_block_ffn
 from unifmoe_dist.kernels.reference import reference_block_ffn
+from unifmoe_dist.kernels.select import (
+    KERNELS,
+    block_ffn,
+    masks_in_place,
+    route_tokens,
+    shared_and_residual_ffn,
+    use_kernels,
+)
 
-__all__ = ["grouped_block_ffn", "reference_block_ffn"]
+__all__ = [
+    "KERNELS",
+    "block_ffn",
+    "grouped_block_ffn",
+    "masks_in_place",
+    "reference_block_ffn",
+    "route_tokens",
+    "shared_and_residual_ffn",
+    "use_kernels",
+]

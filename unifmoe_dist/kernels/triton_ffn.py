@@ -32,7 +32,7 @@ from unifmoe_dist.kernels import triton_ffn_kernels as device
 from unifmoe_dist.kernels.triton_math import DTYPES, power_of_two, precision
 from unifmoe_dist.kernels.triton_plan import Plan, make_plan
 
-_WIDEST = 256  # channels of a block held in registers
+_WIDEST = {2: 256, 4: 128}  # channels of a block held in registers, by bytes of the type
 _WORKSPACE_BYTES = 512 * 2**20
 
 
@@ -51,12 +51,20 @@ class TritonOptions:
     tile_rows: int | None = None
 
 
-def supports(x: Tensor, weights: ExpertWeights) -> bool:
-    """Whether the kernels take these shapes and types: model and block width multiples of 16."""
-    hidden, dim = weights.keys.shape[1:]
-    return dim % 16 == 0 and (hidden // weights.num_blocks) % 16 == 0 and x.dtype in DTYPES
+def unsupported(x: Tensor, weights: ExpertWeights) -> str | None:
+    """Why the kernels cannot compute `weights` for x (N, D); None if they can."""
+    experts, hidden, dim = weights.keys.shape
+    width = hidden // weights.num_blocks
+    if x.dtype not in DTYPES:
+        return f"they compute float32, bfloat16 and float16, not {x.dtype}"
+    if dim % 16 or width % 16:
+        return f"model width {dim} and block width {width} must be multiples of 16"
+    if x.shape[0] * (experts + 1) * (hidden // 16) >= 2**31:
+        return f"{x.shape[0]} tokens over {experts} experts are too many rows for 32-bit indices"
+    return None
 
 
+@torch.compiler.disable
 def triton_block_ffn(
     x_ND: Tensor, gates_NE: Tensor, blocks_NB: Tensor, weights: ExpertWeights, shared: ExpertWeights | None = None,
     options: TritonOptions | None = None,
@@ -98,22 +106,26 @@ class _Shape:
     def __init__(self, x: Tensor, gates: Tensor, keys: Tensor, num_blocks: int, options: TritonOptions) -> None:
         self.n, self.dim = x.shape
         self.experts = gates.shape[1]
-        width = keys.shape[1] // num_blocks
-        self.parts = next(p for p in range(1, width + 1) if width % (16 * p) == 0 and width // p <= _WIDEST)
+        width, widest = keys.shape[1] // num_blocks, _WIDEST[x.element_size()]
+        self.parts = next(p for p in range(1, width + 1) if width % (16 * p) == 0 and width // p <= widest)
         self.blocks, self.width = num_blocks * self.parts, width // self.parts
         # Three equal tiles where that wastes fewer channels than one power of two.
         third = power_of_two(triton.cdiv(self.width, 3), 16)
         self.sub, self.num_sub = power_of_two(self.width, 16), 1
         if 3 * third < self.sub:
             self.sub, self.num_sub = third, 3
-        self.tile_rows = options.tile_rows or self._tile_rows(x.dtype)
+        self.tile_rows = options.tile_rows or self._tile_rows(x)
         self.row_bytes = self.dim * x.element_size()
         self.limit = _WORKSPACE_BYTES if options.workspace_bytes is None else options.workspace_bytes
         self.precision = precision(x.dtype)
 
-    def _tile_rows(self, dtype: torch.dtype) -> int:
+    def _tile_rows(self, x: Tensor) -> int:
+        largest = 128 if x.element_size() == 2 else 64
+        if x.is_cuda:
+            properties = torch.cuda.get_device_properties(x.device)
+            if getattr(properties, "shared_memory_per_block_optin", 2**20) < 128 * 1024:
+                largest = 64  # consumer cards
         # A group has about a fifth of the tokens; tiles should be mostly full.
-        largest = 128 if dtype != torch.float32 else 64
         return min(largest, max(16, power_of_two(self.n // 20)))
 
     def blocks_mask(self, blocks: Tensor) -> Tensor:
@@ -122,7 +134,7 @@ class _Shape:
 
     def round_tiles(self, plan: Plan, row_bytes: int) -> int:
         """Tiles computed in a round."""
-        typical = triton.cdiv(2 * self.blocks * self.n, self.tile_rows)
+        typical = triton.cdiv(2 * self.blocks * self.n, self.tile_rows) + self.experts * self.blocks
         affordable = self.limit // (row_bytes * self.tile_rows)
         return max(1, min(plan.max_tiles, typical, affordable))
 

@@ -19,12 +19,23 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from unifmoe_dist.kernels.triton_math import INTERPRETED, power_of_two
+from unifmoe_dist.kernels.triton_math import DTYPES, INTERPRETED, power_of_two
 from unifmoe_dist.routing import Routing
 
 _TOKENS = 32  # per program
+_WIDEST = 256  # columns held in registers
 
 
+def unsupported(x: Tensor, columns: int, num_blocks: int) -> str | None:
+    """Why the kernels cannot route x (N, D) over `columns` = K + 1 and `num_blocks`; None if they can."""
+    if x.dtype not in DTYPES:
+        return f"they route float32, bfloat16 and float16, not {x.dtype}"
+    if max(columns, num_blocks) > _WIDEST:
+        return f"they route over at most {_WIDEST - 1} experts and {_WIDEST} blocks"
+    return None
+
+
+@torch.compiler.disable
 def triton_route(
     x_ND: Tensor, weight_KD: Tensor, prototypes_BD: Tensor, token_mask_N: Tensor | None = None
 ) -> Routing:  # fmt: skip
@@ -42,7 +53,7 @@ def triton_route(
     alpha, affinity, gates, blocks, block_count, expert_count, statistics = _TritonRoute.apply(
         x_ND.contiguous(), weight_KD.float().contiguous(), prototypes_BD.detach().float().contiguous(), token_mask_N
     )
-    return Routing(alpha, blocks, affinity, gates, block_count, expert_count, statistics)
+    return Routing(alpha, blocks, affinity, gates, block_count, expert_count, statistics=statistics)
 
 
 class _TritonRoute(torch.autograd.Function):
@@ -55,14 +66,15 @@ class _TritonRoute(torch.autograd.Function):
         blocks = x.new_empty((n, num_blocks), dtype=torch.bool)
         block_count, expert_count = (x.new_empty((n,), dtype=torch.int64) for _ in range(2))
         programs = triton.cdiv(n, _TOKENS)
-        statistics = x.new_empty((programs, 5 + num_experts + num_blocks), dtype=torch.float32)
+        statistics = x.new_empty((programs, 6 + num_experts + num_blocks), dtype=torch.float32)
         mask = None if token_mask is None else token_mask.contiguous().view(torch.uint8)
+        columns, rows = power_of_two(num_experts + 1, 16), power_of_two(num_blocks, 16)
         if n:
             _route_kernel[(programs,)](
                 x, weight, prototypes, mask, alpha, affinity, gates, blocks.view(torch.uint8), block_count,
-                expert_count, statistics, n, K=num_experts, B=num_blocks, D=dim, KP=power_of_two(num_experts + 1, 16),
-                BP=power_of_two(num_blocks, 16), TOKENS=_TOKENS, BLOCK_D=min(64, power_of_two(dim, 16)),
-                HAS_MASK=mask is not None, PRODUCTS=_products(x.dtype), num_warps=4,
+                expert_count, statistics, n, K=num_experts, B=num_blocks, D=dim, KP=columns, BP=rows,
+                TOKENS=_TOKENS, BLOCK_D=_block_d(dim, columns + rows), HAS_MASK=mask is not None, PRODUCTS=_products(x.dtype),
+                num_warps=4,
             )  # fmt: skip
         ctx.save_for_backward(x, weight, alpha, affinity, gates, mask)
         ctx.num_blocks = num_blocks
@@ -80,8 +92,8 @@ class _TritonRoute(torch.autograd.Function):
             return torch.zeros_like(x), torch.zeros_like(weight), None, None
         grad_x = torch.empty_like(x)
         grad_logits = x.new_empty((n, num_experts + 1), dtype=torch.float32)
-        padded = power_of_two(num_experts + 1, 16)
-        common = dict(D=dim, KP=padded, BLOCK_D=min(64, power_of_two(dim, 16)), num_warps=4)
+        columns = power_of_two(num_experts + 1, 16)
+        common = dict(D=dim, KP=columns, BLOCK_D=_block_d(dim, columns), num_warps=4)
         _route_backward_kernel[(triton.cdiv(n, _TOKENS),)](
             grad_alpha.contiguous(), grad_affinity.contiguous(), grad_gates.contiguous(), alpha, affinity, gates,
             weight, mask, grad_logits, grad_x, n, K=num_experts, B=ctx.num_blocks, TOKENS=_TOKENS,
@@ -95,6 +107,11 @@ class _TritonRoute(torch.autograd.Function):
             x, mask, grad_logits, partial, n, span, C=num_experts + 1, STEP=32, HAS_MASK=mask is not None, **common
         )
         return grad_x, partial.sum(0), None, None
+
+
+def _block_d(dim: int, columns: int) -> int:
+    """Slice of the model width per step: the more columns, the narrower, to fit 99 KiB of shared memory."""
+    return min(64 if columns <= 64 else 32 if columns <= 160 else 16, power_of_two(dim, 16))
 
 
 def _products(dtype: torch.dtype) -> str:
@@ -198,17 +215,18 @@ def _route_kernel(
     tl.store(blocks_out + wide * B + b, shared.to(tl.uint8), mask=valid[:, None] & (b < B))
 
     # One row of sums per program, in the order of `Usage`.
-    row = statistics_out + tl.program_id(0) * (5 + K + B)
+    row = statistics_out + tl.program_id(0) * (6 + K + B)
     tl.store(row, tl.sum(counted.to(tl.float32), 0))
     tl.store(row + 1, tl.sum((count + expert_count * (B - count)).to(tl.float32), 0))
     tl.store(row + 2, tl.sum(expert_count.to(tl.float32), 0))
     tl.store(row + 3, tl.sum(count.to(tl.float32), 0))
     tl.store(row + 4, tl.sum(alpha, 0))
+    tl.store(row + 5, 0.0)  # dropped
     k_row = tl.arange(0, KP)
     b_row = tl.arange(0, BP)
     load = tl.sum(((gates != 0) & active).to(tl.float32), 0)
-    tl.store(row + 4 + k_row, load, mask=(k_row >= 1) & (k_row <= K))
-    tl.store(row + 5 + K + b_row, tl.sum(shared.to(tl.float32), 0), mask=b_row < B)
+    tl.store(row + 5 + k_row, load, mask=(k_row >= 1) & (k_row <= K))
+    tl.store(row + 6 + K + b_row, tl.sum(shared.to(tl.float32), 0), mask=b_row < B)
 
 
 @triton.jit(do_not_specialize=["n"])

@@ -1,0 +1,137 @@
+"""The Triton path: the cases of triton_cases.py, that every kernel compiles for real devices, and how it is chosen."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from triton_compile import compiled_launches
+
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.experts import BlockExperts
+from unifmoe_dist.kernels import use_kernels
+
+pytest.importorskip("triton")
+
+if torch.cuda.is_available():
+    from triton_cases import *  # noqa: F403
+
+    pytestmark = pytest.mark.gpu
+else:
+
+    def test_cases_in_the_interpreter():
+        """In its own process: Triton decides at import whether it interprets, and others here use the compiler."""
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "triton_cases.py"]
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        run = subprocess.run(
+            command, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True, timeout=280
+        )
+        assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+
+
+SHARED_MEMORY = {80: 163, 86: 99, 90: 227}  # KiB that a program may have
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("architecture,dtype", [(86, torch.bfloat16), (90, torch.bfloat16), (86, torch.float32)])
+def test_kernels_compile_and_fit(architecture, dtype, monkeypatch):
+    """Without a device: Triton's compiler and NVIDIA's assembler accept every launch of a forward and backward pass.
+
+    Of the tiles to choose from, only the first is tried, which must run everywhere.
+    """
+    from unifmoe_dist.kernels.triton_ffn import triton_block_ffn
+    from unifmoe_dist.kernels.triton_routing import triton_route
+
+    n, dim, experts, blocks = 4096, 128, 3, 4
+
+    def both_passes():
+        x = torch.randn(n, dim).to(dtype).requires_grad_()
+        weight, shared = torch.randn(experts + 1, dim).requires_grad_(), BlockExperts(1, dim, 192, blocks, "gelu", True)
+        r = triton_route(x, weight, torch.randn(blocks, dim), torch.ones(n, dtype=torch.bool))
+        residual = BlockExperts(experts, dim, 192, blocks, "gelu", True)
+        gates = torch.rand(n, experts + 1, requires_grad=True)
+        y = triton_block_ffn(x, gates, torch.ones(n, blocks, dtype=torch.bool), residual.to(dtype).weights(),
+                             shared.to(dtype).weights())  # fmt: skip
+        torch.autograd.backward([y, r.gates, r.shared_demand], [torch.ones_like(t) for t in (y, r.gates, r.shared_demand)])
+
+    kernels = compiled_launches(both_passes, architecture, monkeypatch)
+    names = {k.name for k in kernels}
+    assert {"forward_kernel", "backward_kernel", "weight_grad_kernel", "_route_kernel", "_fill_kernel"} <= names
+    for kernel in kernels:
+        assert kernel.shared_memory <= SHARED_MEMORY[architecture] * 1024, kernel
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("architecture", [86, 90])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_widest_tiles_fit(architecture, dtype, monkeypatch):
+    """The widest blocks that registers are to hold, and many experts, with the tiles that must run everywhere."""
+    from unifmoe_dist.kernels.triton_ffn import TritonOptions, triton_block_ffn
+    from unifmoe_dist.kernels.triton_routing import triton_route
+
+    # The host halves the tiles for devices with little shared memory.
+    options = TritonOptions(tile_rows=64 if architecture == 86 else None)
+
+    def both_passes():
+        x = torch.randn(4096, 256).to(dtype).requires_grad_()
+        r = triton_route(x, torch.randn(65, 256).requires_grad_(), torch.randn(16, 256))
+        experts = BlockExperts(2, 256, 512, 2, "gelu", True).to(dtype)
+        y = triton_block_ffn(x, torch.rand(4096, 2), torch.ones(4096, 2, dtype=torch.bool), experts.weights(),
+                             options=options)  # fmt: skip
+        torch.autograd.backward([y, r.gates], [torch.ones_like(y), torch.ones_like(r.gates)])
+
+    for kernel in compiled_launches(both_passes, architecture, monkeypatch):
+        assert kernel.shared_memory <= SHARED_MEMORY[architecture] * 1024, kernel
+
+
+def test_selector_names():
+    with pytest.raises(UserError, match="fastest"), use_kernels("fastest"):
+        pass
+
+
+@pytest.mark.gpu
+def test_no_host_stall_and_cuda_graph():
+    """Forward and backward with a token mask never wait for the device, and a captured graph follows its input."""
+    from triton_cases import make_layer
+
+    layer = make_layer(dim=128, hidden=512, experts=4, blocks=4).bfloat16()
+    x = torch.randn(4, 64, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    mask = torch.rand(4, 64, device="cuda") > 0.3
+    for _ in range(3):  # compiles and tunes
+        layer(x, mask).sum().backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(x, mask).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with torch.no_grad():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x, mask)
+        x.copy_(torch.randn_like(x))
+        layer.usage.reset()
+        graph.replay()
+        assert torch.equal(y, layer(x, mask))
+        torch.testing.assert_close(layer.usage.totals[0].item(), 2.0 * mask.sum().item())
+
+
+@pytest.mark.gpu
+def test_training_step_in_a_cuda_graph():
+    from triton_cases import make_layer
+
+    layer = make_layer(dim=128, hidden=512, experts=4, blocks=4)
+    graphed = torch.cuda.make_graphed_callables(make_layer(dim=128, hidden=512, experts=4, blocks=4),
+                                                (torch.randn(256, 128, device="cuda", requires_grad=True),))  # fmt: skip
+    x = torch.randn(256, 128, device="cuda")
+    grads = []
+    for module in (layer, graphed):
+        leaf = x.clone().requires_grad_()
+        module(leaf).square().sum().backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,114 @@
+"""Which kernels run: Triton on CUDA devices where it is installed and takes the shapes, plain torch elsewhere.
+
+The layer calls these functions only. `use_kernels` overrides the choice, for tests and measurements.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.experts import ExpertWeights
+from unifmoe_dist.kernels.grouped import grouped_block_ffn
+from unifmoe_dist.kernels.reference import reference_block_ffn
+from unifmoe_dist.routing import Router, Routing
+
+KERNELS = ("auto", "triton", "grouped", "reference")
+_TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+_choice = "auto"
+
+
+@contextlib.contextmanager
+def use_kernels(name: str) -> Iterator[None]:
+    """Use the kernels called `name` for forward passes inside the context, in this process.
+
+    Args:
+        name: "auto"; "triton" (a clear error where it cannot run; on the CPU it needs `TRITON_INTERPRET=1`);
+            "grouped", plain torch; or "reference", the definition, which computes and masks everything.
+
+    Raises:
+        UserError: the name is unknown, or Triton is asked for and not installed.
+    """
+    global _choice
+    if name not in KERNELS:
+        raise UserError(f"kernels {name!r} are not known; choose one of {', '.join(KERNELS)}.")
+    if name == "triton" and not _TRITON_INSTALLED:
+        raise UserError("kernels 'triton' need the triton package, which is not installed; use 'grouped'.")
+    before, _choice = _choice, name
+    try:
+        yield
+    finally:
+        _choice = before
+
+
+def block_ffn(x_ND: Tensor, gates_NE: Tensor, blocks_NB: Tensor, weights: ExpertWeights) -> Tensor:
+    """Block-sparse experts as `reference_block_ffn` defines them; same shapes, meaning and gradients."""
+    if _triton_for(x_ND, weights):
+        from unifmoe_dist.kernels.triton_ffn import triton_block_ffn
+
+        return triton_block_ffn(x_ND, gates_NE, blocks_NB, weights)
+    kernel = reference_block_ffn if _choice == "reference" else grouped_block_ffn
+    return kernel(x_ND, gates_NE, blocks_NB, weights)
+
+
+def shared_and_residual_ffn(x_ND: Tensor, routing: Routing, shared: ExpertWeights, residual: ExpertWeights) -> Tensor:
+    """alpha(x) E_shr^S(x) + sum of p_i(x) E_i^R(x) where all experts are here; in Triton, in the same launches."""
+    if _triton_for(x_ND, residual):
+        from unifmoe_dist.kernels.triton_ffn import triton_block_ffn
+
+        gates = torch.cat([routing.shared_demand[:, None], routing.gates], dim=1)
+        return triton_block_ffn(x_ND, gates, routing.shared_blocks, residual, shared)
+    shared_output = block_ffn(x_ND, routing.shared_demand[:, None], routing.shared_blocks, shared)
+    return shared_output + block_ffn(x_ND, routing.gates, ~routing.shared_blocks, residual)
+
+
+def route_tokens(
+    x_ND: Tensor, router: Router, prototypes_BD: Tensor, token_mask_N: Tensor | None = None
+) -> Routing:  # fmt: skip
+    """The router's decision for (N, D) tokens.
+
+    `token_mask_N` (N,) bool, only where `masks_in_place` holds: a false token uses nothing and its row is all zeros.
+    """
+    if _triton_routes(x_ND, router.weight.shape[0], prototypes_BD.shape[0]):
+        from unifmoe_dist.kernels.triton_routing import triton_route
+
+        with torch.autocast(x_ND.device.type, enabled=False):
+            return triton_route(x_ND, router.weight, prototypes_BD, token_mask_N)
+    assert token_mask_N is None
+    return router(x_ND, prototypes_BD)
+
+
+def masks_in_place(x_ND: Tensor, router: Router, num_blocks: int) -> bool:
+    """Whether routing takes a token mask, so that no row has to move and the host need not know how many there are."""
+    return _triton_routes(x_ND, router.weight.shape[0], num_blocks)
+
+
+def _wants_triton(x: Tensor) -> bool:
+    return _choice == "triton" or (_choice == "auto" and _TRITON_INSTALLED and x.is_cuda)
+
+
+def _triton_for(x: Tensor, weights: ExpertWeights) -> bool:
+    if not _wants_triton(x):
+        return False
+    from unifmoe_dist.kernels.triton_ffn import unsupported
+
+    return _supported(unsupported(x, weights))
+
+
+def _triton_routes(x: Tensor, columns: int, num_blocks: int) -> bool:
+    if not _wants_triton(x):
+        return False
+    from unifmoe_dist.kernels.triton_routing import unsupported
+
+    return _supported(unsupported(x, columns, num_blocks))
+
+
+def _supported(reason: str | None) -> bool:
+    if reason and _choice == "triton":
+        raise UserError(f"kernels 'triton' cannot run here: {reason}; use 'auto' or 'grouped'.")
+    return reason is None

@@ -56,7 +56,8 @@ def test_kernels_compile_and_fit(architecture, dtype, monkeypatch):
         gates = torch.rand(n, experts + 1, requires_grad=True)
         y = triton_block_ffn(x, gates, torch.ones(n, blocks, dtype=torch.bool), residual.to(dtype).weights(),
                              shared.to(dtype).weights())  # fmt: skip
-        torch.autograd.backward([y, r.gates, r.shared_demand], [torch.ones_like(t) for t in (y, r.gates, r.shared_demand)])
+        outputs = [y, r.gates, r.shared_demand]
+        torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
 
     kernels = compiled_launches(both_passes, architecture, monkeypatch)
     names = {k.name for k in kernels}
@@ -125,9 +126,8 @@ def test_no_host_stall_and_cuda_graph():
 def test_training_step_in_a_cuda_graph():
     from triton_cases import make_layer
 
-    layer = make_layer(dim=128, hidden=512, experts=4, blocks=4)
-    graphed = torch.cuda.make_graphed_callables(make_layer(dim=128, hidden=512, experts=4, blocks=4),
-                                                (torch.randn(256, 128, device="cuda", requires_grad=True),))  # fmt: skip
+    layer, twin = (make_layer(dim=128, hidden=512, experts=4, blocks=4) for _ in range(2))
+    graphed = torch.cuda.make_graphed_callables(twin, (torch.randn(256, 128, device="cuda", requires_grad=True),))
     x = torch.randn(256, 128, device="cuda")
     grads = []
     for module in (layer, graphed):

@@ -170,7 +170,9 @@ def test_ffn_saves_little_for_the_backward_pass():
     assert total <= 4 * (x.numel() + gates.numel()) + 30 * 4
 
 
-@pytest.mark.parametrize("n,e,b,has_shared", [(300, 3, 3, True), (20, 19, 2, False), (7, 1, 5, False), (9, 18, 3, True)])
+@pytest.mark.parametrize(
+    "n,e,b,has_shared", [(300, 3, 3, True), (20, 19, 2, False), (7, 1, 5, False), (9, 18, 3, True), (0, 2, 2, True)]
+)
 def test_plan(n, e, b, has_shared):
     torch.manual_seed(n)
     gates, blocks = random_gates(n, e).cpu(), torch.rand(n, b) > 0.4
@@ -219,8 +221,8 @@ def check_route(x, weight, prototypes) -> None:
     assert error(mine[1], theirs[1]) < 2e-5
     if len(x):
         sums = got.statistics.double().sum(0)
-        columns = (got.block_compute[:, None], got.expert_count[:, None], got.shared_block_count[:, None],
-                   got.shared_demand[:, None], 0 * got.expert_count[:, None], got.gates != 0, got.shared_blocks)  # fmt: skip
+        single = (got.block_compute, got.expert_count, got.shared_block_count, got.shared_demand, 0 * got.expert_count)
+        columns = [*(c[:, None] for c in single), got.gates != 0, got.shared_blocks]
         counted = torch.cat([c.double() for c in columns], 1).sum(0)
         torch.testing.assert_close(sums, torch.cat([sums.new_tensor([len(x)]), counted]), rtol=1e-5, atol=1e-5)
 
@@ -242,7 +244,8 @@ def test_routing_over_many(experts, blocks):
 
 
 def test_routing_ties_go_to_the_lower_index():
-    r = triton_route(torch.ones(1, 16, device=DEVICE), torch.zeros(5, 16, device=DEVICE), torch.zeros(4, 16, device=DEVICE))
+    x = torch.ones(1, 16, device=DEVICE)
+    r = triton_route(x, x.new_zeros(5, 16), x.new_zeros(4, 16))
     assert r.shared_blocks.tolist() == [[True, True, False, False]]
     assert (r.gates != 0).tolist() == [[True, True, False, False]]
 
@@ -322,7 +325,9 @@ def check_layer(layer: UniFMoELayer, x: Tensor, token_mask: Tensor | None = None
         torch.testing.assert_close(got.float(), want.float(), rtol=1e-4, atol=2e-4, equal_nan=True)
 
 
-@pytest.mark.parametrize("sizes", [dict(), dict(experts=1), dict(hidden=32, blocks=2), dict(dim=48, hidden=144, blocks=3)])
+@pytest.mark.parametrize(
+    "sizes", [dict(), dict(experts=1), dict(hidden=32, blocks=2), dict(dim=48, hidden=144, blocks=3)]
+)
 def test_layer(sizes):
     layer = make_layer(**sizes)
     check_layer(layer, random(3, 5, layer.config.model_dim))
@@ -374,7 +379,7 @@ def test_layer_token_mask():
 def test_selector_refuses_what_triton_cannot_run():
     experts = bank(1, 24, 48, 2)
     x = random(3, 24)
-    arguments = (x, torch.ones(3, 1, device=DEVICE), torch.ones(3, 2, dtype=torch.bool, device=DEVICE), experts.weights())
+    arguments = (x, x.new_ones(3, 1), x.new_ones(3, 2, dtype=torch.bool), experts.weights())
     with use_kernels("triton"), pytest.raises(UserError, match="24"):
         block_ffn(*arguments)
     torch.testing.assert_close(block_ffn(*arguments), reference_block_ffn(*arguments))
@@ -386,6 +391,6 @@ def test_float32_products_keep_float32():
     """Neither pass may fall to plain TF32, 2^-11, unless torch's switch asks for it."""
     torch.manual_seed(5)
     x, experts = random(64, 64), bank(1, 64, 64, 2, "identity", bias=False)
-    y = triton_block_ffn(x, torch.ones(64, 1, device=DEVICE), torch.ones(64, 2, device=DEVICE).bool(), experts.weights())
+    y = triton_block_ffn(x, x.new_ones(64, 1), x.new_ones(64, 2, dtype=torch.bool), experts.weights())
     want = F.linear(x.double(), experts.keys[0].double()) @ experts.values[0].double()
     assert error(y, want) < 1e-5

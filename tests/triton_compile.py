@@ -23,7 +23,9 @@ class Compiled:
     shared_memory: int
 
 
-def compiled_launches(function: Callable[[], None], architecture: int, monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
+def compiled_launches(
+    function: Callable[[], None], architecture: int, monkeypatch: pytest.MonkeyPatch
+) -> list[Compiled]:
     """Call `function` on CPU tensors with every Triton launch recorded in place of run, then compile each once.
 
     Of several configurations that tuning would try, the first is compiled. Uses the compiler and assembler that come
@@ -49,7 +51,8 @@ def compiled_launches(function: Callable[[], None], architecture: int, monkeypat
                 attributes[(index,)] = [["tt.divisibility", 16]]
             else:
                 signature[parameter.name] = "i32"
-        launches.setdefault(str((self.__name__, signature, constants, given)), (self, signature, constants, attributes, given))
+        key = str((self.__name__, signature, constants, given))
+        launches.setdefault(key, (self, signature, constants, attributes, given))
 
     def first_config(self, *args, **kwargs):
         pruned = self.early_config_prune(self.configs, dict(zip(self.arg_names, args, strict=False)), **kwargs)

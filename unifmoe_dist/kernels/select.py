@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,37 +22,40 @@ from unifmoe_dist.routing import Router, Routing
 KERNELS = ("auto", "triton", "grouped", "reference")
 _TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 _choice = "auto"
+_options: dict[str, Any] = {}
 
 
 @contextlib.contextmanager
-def use_kernels(name: str) -> Iterator[None]:
-    """Use the kernels called `name` for forward passes inside the context, in this process.
+def use_kernels(name: str, **options: Any) -> Iterator[None]:
+    """Use the kernels called `name` for forward passes inside the context, and the backward passes of those.
 
     Args:
         name: "auto"; "triton" (a clear error where it cannot run; on the CPU it needs `TRITON_INTERPRET=1`);
             "grouped", plain torch; or "reference", the definition, which computes and masks everything.
+        options: Fields of `triton_ffn.TritonOptions`, where Triton runs.
 
     Raises:
         UserError: the name is unknown, or Triton is asked for and not installed.
     """
-    global _choice
+    global _choice, _options
     if name not in KERNELS:
         raise UserError(f"kernels {name!r} are not known; choose one of {', '.join(KERNELS)}.")
     if name == "triton" and not _TRITON_INSTALLED:
         raise UserError("kernels 'triton' need the triton package, which is not installed; use 'grouped'.")
-    before, _choice = _choice, name
+    before = _choice, _options
+    _choice, _options = name, options
     try:
         yield
     finally:
-        _choice = before
+        _choice, _options = before
 
 
 def block_ffn(x_ND: Tensor, gates_NE: Tensor, blocks_NB: Tensor, weights: ExpertWeights) -> Tensor:
     """Block-sparse experts as `reference_block_ffn` defines them; same shapes, meaning and gradients."""
     if _triton_for(x_ND, weights):
-        from unifmoe_dist.kernels.triton_ffn import triton_block_ffn
+        from unifmoe_dist.kernels.triton_ffn import TritonOptions, triton_block_ffn
 
-        return triton_block_ffn(x_ND, gates_NE, blocks_NB, weights)
+        return triton_block_ffn(x_ND, gates_NE, blocks_NB, weights, options=TritonOptions(**_options))
     kernel = reference_block_ffn if _choice == "reference" else grouped_block_ffn
     return kernel(x_ND, gates_NE, blocks_NB, weights)
 
@@ -59,10 +63,10 @@ def block_ffn(x_ND: Tensor, gates_NE: Tensor, blocks_NB: Tensor, weights: Expert
 def shared_and_residual_ffn(x_ND: Tensor, routing: Routing, shared: ExpertWeights, residual: ExpertWeights) -> Tensor:
     """alpha(x) E_shr^S(x) + sum of p_i(x) E_i^R(x) where all experts are here; in Triton, in the same launches."""
     if _triton_for(x_ND, residual):
-        from unifmoe_dist.kernels.triton_ffn import triton_block_ffn
+        from unifmoe_dist.kernels.triton_ffn import TritonOptions, triton_block_ffn
 
         gates = torch.cat([routing.shared_demand[:, None], routing.gates], dim=1)
-        return triton_block_ffn(x_ND, gates, routing.shared_blocks, residual, shared)
+        return triton_block_ffn(x_ND, gates, routing.shared_blocks, residual, shared, TritonOptions(**_options))
     shared_output = block_ffn(x_ND, routing.shared_demand[:, None], routing.shared_blocks, shared)
     return shared_output + block_ffn(x_ND, routing.gates, ~routing.shared_blocks, residual)
 

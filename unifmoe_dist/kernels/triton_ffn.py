@@ -8,9 +8,10 @@ Work and memory, per row (one block of one token), M channels in a block, comput
   per row for 4 M D operations, hidden behind the products on the way out. Sums are float32 and have one order, so
   results repeat bit for bit. `atomic=True` adds rows in float32 where they belong, in any order: no workspace.
 - the number of rows is known only on the device and may reach N (1 + K (B - 1)). Rather than a buffer for the worst
-  case, the workspace holds `workspace_bytes` (by default rows for 2 B blocks a token, at most 512 MiB), and tiles
-  are computed in as many rounds as the worst case needs. A round without tiles exits at once, a few microseconds
-  for each of its launches. The last round with tiles writes the output itself.
+  case, the workspace holds `workspace_bytes` (by default rows for 2 B blocks a token, at most 256 MiB or 16 times
+  the tokens' own bytes, whichever is more), and tiles are computed in as many rounds as the worst case needs. A
+  round without tiles exits at once, a few microseconds for each of its launches. The last round with tiles writes
+  the output itself.
 - saved for the backward pass: x, gates and block masks. It makes the plan again and recomputes the hidden
   activations, 2 of its 10 M D operations per row. Keeping them would need a buffer for the worst case.
 
@@ -33,7 +34,7 @@ from unifmoe_dist.kernels.triton_math import DTYPES, power_of_two, precision
 from unifmoe_dist.kernels.triton_plan import Plan, make_plan
 
 _WIDEST = {2: 256, 4: 128}  # channels of a block held in registers, by bytes of the type
-_WORKSPACE_BYTES = 512 * 2**20
+_WORKSPACE_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def unsupported(x: Tensor, weights: ExpertWeights) -> str | None:
         return f"they compute float32, bfloat16 and float16, not {x.dtype}"
     if dim % 16 or width % 16:
         return f"model width {dim} and block width {width} must be multiples of 16"
-    if x.shape[0] * (experts + 1) * (hidden // 16) >= 2**31:
+    if x.shape[0] * (experts + 1) * weights.num_blocks * _parts(width, x) >= 2**30:
         return f"{x.shape[0]} tokens over {experts} experts are too many rows for 32-bit indices"
     return None
 
@@ -100,14 +101,19 @@ def triton_block_ffn(
         return output.to(x_ND.dtype)
 
 
+def _parts(width: int, x: Tensor) -> int:
+    """Equal parts of a block, the fewest that registers hold."""
+    return next(p for p in range(1, width + 1) if width % (16 * p) == 0 and width // p <= _WIDEST[x.element_size()])
+
+
 class _Shape:
     """Sizes that the launches of one call share."""
 
     def __init__(self, x: Tensor, gates: Tensor, keys: Tensor, num_blocks: int, options: TritonOptions) -> None:
         self.n, self.dim = x.shape
         self.experts = gates.shape[1]
-        width, widest = keys.shape[1] // num_blocks, _WIDEST[x.element_size()]
-        self.parts = next(p for p in range(1, width + 1) if width % (16 * p) == 0 and width // p <= widest)
+        width = keys.shape[1] // num_blocks
+        self.parts = _parts(width, x)
         self.blocks, self.width = num_blocks * self.parts, width // self.parts
         # Three equal tiles where that wastes fewer channels than one power of two.
         third = power_of_two(triton.cdiv(self.width, 3), 16)
@@ -116,7 +122,8 @@ class _Shape:
             self.sub, self.num_sub = third, 3
         self.tile_rows = options.tile_rows or self._tile_rows(x)
         self.row_bytes = self.dim * x.element_size()
-        self.limit = _WORKSPACE_BYTES if options.workspace_bytes is None else options.workspace_bytes
+        default = max(_WORKSPACE_BYTES, 16 * self.n * self.row_bytes)
+        self.limit = default if options.workspace_bytes is None else options.workspace_bytes
         self.precision = precision(x.dtype)
 
     def _tile_rows(self, x: Tensor) -> int:

@@ -9,6 +9,9 @@ The M channels are held in registers as one tile of SUB or three (NUM_SUB), beca
 block widths such as 192 = 3 * 64 are not.
 """
 
+# Arguments of device functions have no Python types.
+# mypy: allow-untyped-defs
+
 from __future__ import annotations
 
 from typing import Any
@@ -19,11 +22,10 @@ import triton.language as tl
 
 from unifmoe_dist.kernels.triton_math import INTERPRETED, activate, activation_slope, dot, expert_pointer
 
-
 _Tiles = list[tuple[int, int, int, int]]  # (first block, second block, warps, stages)
 
 
-def _tuned(names: tuple[str, str], half: _Tiles, single: _Tiles):  # type: ignore[no-untyped-def]
+def _tuned(names: tuple[str, str], half: _Tiles, single: _Tiles):
     """Try the tiles for half or single precision once per shape and type; Triton caches the choice on disk.
 
     The first of each list fits every device from Ampere on, 99 KiB of shared memory and no spilling to speak of; a
@@ -203,9 +205,9 @@ def _through_activation(
 def backward_kernel(
     x, grad_y, gates, shared_keys, keys, shared_key_bias, key_bias, shared_values, values, out, hidden, grad_pre,
     grad_gate, grad_bias, rows, tile_group, tile_count, num_tiles, first_tile, E: tl.constexpr, B: tl.constexpr,
-    D: tl.constexpr, M: tl.constexpr, SUB: tl.constexpr, NUM_SUB: tl.constexpr, TILE_ROWS: tl.constexpr, ACTIVATION: tl.constexpr,
-    HAS_SHARED: tl.constexpr, HAS_BIAS: tl.constexpr, ATOMIC: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, M: tl.constexpr, SUB: tl.constexpr, NUM_SUB: tl.constexpr, TILE_ROWS: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_BIAS: tl.constexpr, ATOMIC: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """out[row]: gradient of x[token] through one block. Also what weights, gates and key biases need."""
     local_tile = tl.program_id(0)
@@ -253,8 +255,8 @@ def backward_kernel(
 @_tuned(("BLOCK_D", "BLOCK_R"), **_WEIGHT_TILES)
 @triton.jit(do_not_specialize=["first_tile", "round_tiles"])
 def weight_grad_kernel(
-    channels, source, shared_out, out, rows, tile_count, group_tiles, first_tile, round_tiles, B: tl.constexpr, D: tl.constexpr,
-    M: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_H: tl.constexpr, HAS_SHARED: tl.constexpr,
+    channels, source, shared_out, out, rows, tile_count, group_tiles, first_tile, round_tiles, B: tl.constexpr,
+    D: tl.constexpr, M: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_H: tl.constexpr, HAS_SHARED: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """out[expert, block] = channels^T @ source[token], summed over the rows of one group in order.
@@ -329,8 +331,8 @@ def _add_value_bias(
 @triton.jit(do_not_specialize=["first_tile", "round_tiles"])
 def combine_kernel(
     partial, gates, shared_value_bias, value_bias, total, out, token_slots, token_count, num_tiles, first_tile,
-    round_tiles, E: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE_ROWS: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    round_tiles, E: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE_ROWS: tl.constexpr,
+    HAS_SHARED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """out[token] = value biases + the token's rows of every round, float32 sums in ascending order of slots.
 
@@ -378,8 +380,8 @@ def finish_kernel(
 
 @triton.jit(do_not_specialize=["n"])
 def gate_grad_kernel(
-    partial, grad_y, gates, blocks, shared_value_bias, value_bias, out, n, E: tl.constexpr, B: tl.constexpr, D: tl.constexpr,
-    EP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_SHARED: tl.constexpr,
+    partial, grad_y, gates, blocks, shared_value_bias, value_bias, out, n, E: tl.constexpr, B: tl.constexpr,
+    D: tl.constexpr, EP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_SHARED: tl.constexpr,
     HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out[token, expert] = sum over its blocks of partial + grad_y . value_bias, and 0 where the gate is 0."""

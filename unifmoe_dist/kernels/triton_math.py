@@ -4,6 +4,9 @@ Kernels use only what Ampere through Hopper and the interpreter have: power-of-t
 vendor feature. `TRITON_INTERPRET=1`, set before Triton is imported, runs them on CPU tensors.
 """
 
+# Arguments of device functions have no Python types.
+# mypy: allow-untyped-defs
+
 from __future__ import annotations
 
 import torch
@@ -18,12 +21,13 @@ def precision(dtype: torch.dtype) -> str:
     """How products of `dtype` run: half precision natively, float32 as three TF32 products.
 
     Three TF32 products (big * big + big * small + small * big) keep 21 bits on tensor cores; plain IEEE products would
-    leave them. `torch.backends.cuda.matmul.allow_tf32` buys single TF32 products, as it does for torch's own.
+    leave them. `torch.backends.cuda.matmul.fp32_precision = "tf32"` (formerly `allow_tf32`) buys single TF32 products,
+    as it does for torch's own.
     """
     if dtype == torch.bfloat16 and INTERPRETED:
         return "widen"  # the interpreter keeps bfloat16 as integers and multiplies those
     if dtype == torch.float32:
-        return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+        return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
     return "tf32"  # no meaning for half precision
 
 

@@ -10,6 +10,9 @@ is known only on the device, so buffers have the size of the worst case, N * B b
 tile that is not needed costs one load and an exit.
 """
 
+# Arguments of device functions have no Python types.
+# mypy: allow-untyped-defs
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -81,7 +84,9 @@ def make_plan(gates_NE: Tensor, blocks_NB: Tensor, tile_rows: int, has_shared: b
     )  # fmt: skip
     sizes = dict(E=experts, B=num_blocks, BP=power_of_two(num_blocks))
     if n:
-        _count_kernel[(chunks, experts)](gates, blocks, counts, n, CHUNK=_CHUNK, HAS_SHARED=has_shared, **sizes, num_warps=4)
+        _count_kernel[(chunks, experts)](
+            gates, blocks, counts, n, CHUNK=_CHUNK, HAS_SHARED=has_shared, **sizes, num_warps=4
+        )
     _scan_kernel[(experts,)](counts, totals, chunks, STEP=32, **sizes, num_warps=4)
     _fill_kernel[(chunks + 1, experts)](
         gates, blocks, counts, totals, plan.rows, plan.tile_group, plan.tile_count, plan.num_tiles, plan.group_tiles,
@@ -108,7 +113,8 @@ def _selection(
 
 @triton.jit(do_not_specialize=["n"])
 def _count_kernel(
-    gates, blocks, counts, n, E: tl.constexpr, B: tl.constexpr, CHUNK: tl.constexpr, BP: tl.constexpr, HAS_SHARED: tl.constexpr
+    gates, blocks, counts, n, E: tl.constexpr, B: tl.constexpr, CHUNK: tl.constexpr, BP: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
 ):  # fmt: skip
     chunk, expert = tl.program_id(0), tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -138,8 +144,8 @@ def _scan_kernel(
 @triton.jit(do_not_specialize=["n", "chunks"])
 def _fill_kernel(
     gates, blocks, counts, totals, rows, tile_group, tile_count, num_tiles, group_tiles, token_slots, token_count,
-    n, chunks, E: tl.constexpr, B: tl.constexpr, CHUNK: tl.constexpr, TILE_ROWS: tl.constexpr, GP: tl.constexpr, BP: tl.constexpr,
-    HAS_SHARED: tl.constexpr,
+    n, chunks, E: tl.constexpr, B: tl.constexpr, CHUNK: tl.constexpr, TILE_ROWS: tl.constexpr,
+    GP: tl.constexpr, BP: tl.constexpr, HAS_SHARED: tl.constexpr,
 ):  # fmt: skip
     chunk, expert = tl.program_id(0), tl.program_id(1)
     block = tl.arange(0, BP)

@@ -9,6 +9,9 @@ those ranked before it is below the threshold: float32 sums of the same non-nega
 shrink when one is added, so this is a prefix of the order.
 """
 
+# Arguments of device functions have no Python types.
+# mypy: allow-untyped-defs
+
 from __future__ import annotations
 
 from typing import Any
@@ -62,7 +65,8 @@ class _TritonRoute(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, prototypes: Tensor, token_mask: Tensor | None
     ) -> tuple[Tensor, ...]:  # fmt: skip
         (n, dim), num_experts, num_blocks = x.shape, weight.shape[0] - 1, prototypes.shape[0]
-        alpha, affinity, gates = (x.new_empty(s, dtype=torch.float32) for s in ((n,), (n, num_experts), (n, num_experts)))
+        alpha = x.new_empty((n,), dtype=torch.float32)
+        affinity, gates = (x.new_empty((n, num_experts), dtype=torch.float32) for _ in range(2))
         blocks = x.new_empty((n, num_blocks), dtype=torch.bool)
         block_count, expert_count = (x.new_empty((n,), dtype=torch.int64) for _ in range(2))
         programs = triton.cdiv(n, _TOKENS)
@@ -73,8 +77,8 @@ class _TritonRoute(torch.autograd.Function):
             _route_kernel[(programs,)](
                 x, weight, prototypes, mask, alpha, affinity, gates, blocks.view(torch.uint8), block_count,
                 expert_count, statistics, n, K=num_experts, B=num_blocks, D=dim, KP=columns, BP=rows,
-                TOKENS=_TOKENS, BLOCK_D=_block_d(dim, columns + rows), HAS_MASK=mask is not None, PRODUCTS=_products(x.dtype),
-                num_warps=4,
+                TOKENS=_TOKENS, BLOCK_D=_block_d(dim, columns + rows), HAS_MASK=mask is not None,
+                PRODUCTS=_products(x.dtype), num_warps=4,
             )  # fmt: skip
         ctx.save_for_backward(x, weight, alpha, affinity, gates, mask)
         ctx.num_blocks = num_blocks
@@ -83,7 +87,7 @@ class _TritonRoute(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, grad_alpha: Tensor, grad_affinity: Tensor, grad_gates: Tensor, *_: Tensor
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         x, weight, alpha, affinity, gates, mask = ctx.saved_tensors

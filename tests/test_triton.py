@@ -123,6 +123,33 @@ def test_no_host_stall_and_cuda_graph():
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [dict(), dict(atomic=True)])
+def test_tuned_tiles(options, monkeypatch):
+    """Trials leave no trace in the results, whatever tiles win."""
+    from triton_cases import make_layer
+
+    from unifmoe_dist.kernels import triton_ffn_kernels
+
+    monkeypatch.setattr(triton_ffn_kernels, "TUNING", True)
+    layer = make_layer(dim=64, hidden=384, experts=4, blocks=2, seed=len(options)).bfloat16()
+    x = torch.randn(3000, 64, device="cuda", dtype=torch.bfloat16)
+    results = []
+    for name, given in (("triton", options), ("triton", options), ("grouped", {})):
+        leaf = x.clone().requires_grad_()
+        layer.zero_grad()
+        with use_kernels(name, **given):
+            y = layer(leaf)
+        y.float().square().mean().backward()
+        results.append([y, leaf.grad, *(p.grad.clone() for p in layer.parameters())])
+    for tuned, cached, plain in zip(*results, strict=True):
+        assert torch.equal(tuned, cached) or options
+        scale = plain.float().abs().max()
+        assert (tuned.float() - plain.float()).abs().max() < 3e-2 * scale
+        assert (cached.float() - plain.float()).abs().max() < 3e-2 * scale
+
+
+@pytest.mark.gpu
 def test_training_step_in_a_cuda_graph():
     from triton_cases import make_layer
 

@@ -17,13 +17,21 @@ from unifmoe_dist import UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.config import ACTIVATIONS
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts
-from unifmoe_dist.kernels import block_ffn, reference_block_ffn, use_kernels
+from unifmoe_dist.kernels import block_ffn, reference_block_ffn, triton_ffn_kernels, use_kernels
 from unifmoe_dist.kernels.triton_ffn import TritonOptions, triton_block_ffn
 from unifmoe_dist.kernels.triton_plan import make_plan
 from unifmoe_dist.kernels.triton_routing import triton_route
 from unifmoe_dist.routing import route
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_tuning():
+    """Trial runs of every tile for every shape here would take long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_ffn_kernels, "TUNING", False)
+        yield
 
 
 def bank(experts, dim, hidden, blocks, activation="gelu", bias=True, dtype=torch.float32) -> BlockExperts:
@@ -146,6 +154,24 @@ def test_ffn_computes_only_selected_blocks():
     y.sum().backward()
     assert y.isfinite().all() and x.grad.isfinite().all()
     assert experts.keys.grad.isfinite().all() and (experts.keys.grad[0, 16:32] == 0).all()
+
+
+def test_ffn_with_frozen_experts():
+    """Gradients that nobody wants are not made; the others are as before."""
+    shared, experts = bank(1, 16, 32, 2), bank(2, 16, 32, 2)
+    x, gates, blocks = random(9, 16).requires_grad_(), random_gates(9, 3), torch.rand(9, 2, device=DEVICE) > 0.5
+
+    def gradient():
+        triton_block_ffn(x, gates, blocks, experts.weights(), shared.weights()).sum().backward()
+        (result, x.grad) = (x.grad, None)
+        return result
+
+    before = gradient()
+    experts.requires_grad_(False)
+    wanted, shared.keys.grad = shared.keys.grad, None
+    assert torch.equal(before, gradient()) and torch.equal(shared.keys.grad, wanted)
+    shared.requires_grad_(False)
+    assert torch.equal(before, gradient())
 
 
 def test_ffn_autocast():

@@ -89,5 +89,5 @@ class BlockExperts(nn.Module):
     def prototypes(self) -> Tensor:
         """(E, B, D) float32: mean up-projection key of every block, without bias, detached."""
         experts, hidden, dim = self.keys.shape
-        blocks = self.keys.detach().float().view(experts, self.num_blocks, hidden // self.num_blocks, dim)
-        return blocks.mean(dim=2)
+        blocks = self.keys.detach().view(experts, self.num_blocks, hidden // self.num_blocks, dim)
+        return blocks.mean(dim=2, dtype=torch.float32)

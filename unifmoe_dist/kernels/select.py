@@ -1,4 +1,4 @@
-"""Which kernels run: Triton on CUDA devices where it is installed and takes the shapes, plain torch elsewhere.
+"""Which kernels run: Triton on CUDA devices from Ampere on that have it and shapes it takes, plain torch elsewhere.
 
 The layer calls these functions only. `use_kernels` overrides the choice, for tests and measurements.
 """
@@ -93,7 +93,9 @@ def masks_in_place(x_ND: Tensor, router: Router, num_blocks: int) -> bool:
 
 
 def _wants_triton(x: Tensor) -> bool:
-    return _choice == "triton" or (_choice == "auto" and _TRITON_INSTALLED and x.is_cuda)
+    if _choice != "auto":
+        return _choice == "triton"
+    return x.is_cuda and _TRITON_INSTALLED and torch.cuda.get_device_capability(x.device)[0] >= 8
 
 
 def _triton_for(x: Tensor, weights: ExpertWeights) -> bool:

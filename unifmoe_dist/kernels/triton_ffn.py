@@ -198,7 +198,8 @@ class _TritonBlockFFN(torch.autograd.Function):
         hidden, grad_pre = (x.new_empty((rounds.tiles * shape.tile_rows, shape.width)) for _ in range(2))
         grad_gate = torch.empty((shape.n, shape.experts * shape.blocks), dtype=torch.float32, device=x.device)
         grad_bias = torch.empty((rounds.tiles, shape.width), dtype=torch.float32, device=x.device)
-        grads = [None if t is None else torch.empty_like(t) for t in tensors]
+        wanted = ctx.needs_input_grad[-len(tensors) :]
+        grads = [torch.empty_like(t) if t is not None else None for t in tensors]
         common = dict(B=shape.blocks, M=shape.width, HAS_SHARED=has_shared)
         for first in rounds:
             device.backward_kernel[(rounds.tiles,)](
@@ -208,6 +209,8 @@ class _TritonBlockFFN(torch.autograd.Function):
                 **shape.tile_arguments(),
             )  # fmt: skip
             for channels, source, index in ((hidden, grad_y, 1), (grad_pre, x, 0)):
+                if not (wanted[index] or wanted[index + 4]):
+                    continue
                 height = min(128, power_of_two(shape.width, 16))
                 parts = triton.cdiv(shape.width, height) * shape.experts * shape.blocks
                 device.weight_grad_kernel[lambda meta, parts=parts: (parts, triton.cdiv(shape.dim, meta["BLOCK_D"]))](
@@ -232,7 +235,8 @@ class _TritonBlockFFN(torch.autograd.Function):
             sums = gates.to(x.dtype).T @ grad_y
             split = 1 if has_shared else 0
             grads[3], grads[7] = (sums[:split] if has_shared else None), sums[split:]
-        return (rounds.output, grad_gates, None, None, None, None, *grads)
+        kept = (grad if want else None for grad, want in zip(grads, wanted, strict=True))
+        return (rounds.output, grad_gates, None, None, None, None, *kept)
 
 
 class _Rounds:

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from unifmoe_dist.kernels.triton_math import INTERPRETED, activate, activation_slope, dot, expert_pointer
 
+TUNING = True  # False takes the first tiles everywhere, without a trial
 _Tiles = list[tuple[int, int, int, int]]  # (first block, second block, warps, stages)
 
 
@@ -44,7 +45,7 @@ def _tuned(names: tuple[str, str], half: _Tiles, single: _Tiles):
         accumulators = 0
         if "NUM_SUB" in given:
             accumulators = (2 if "grad_pre" in given else 1) * given["TILE_ROWS"] * given["SUB"] * given["NUM_SUB"]
-        return [c for c in pool if accumulators <= 128 * 32 * c.num_warps] or pool[:1]
+        return [c for c in pool if TUNING and accumulators <= 128 * 32 * c.num_warps] or pool[:1]
 
     def clear_sums(arguments: dict, reset_only: bool = False) -> None:
         if arguments.get("ATOMIC"):  # trial runs would add up

@@ -15,20 +15,22 @@ import triton.language as tl
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Float32 products: three TF32 products (big * big + big * small + small * big) keep 21 bits on tensor cores, which
+# plain IEEE products would leave; AMD devices have no TF32.
+EXACT = "tf32x3" if torch.version.hip is None else "ieee"
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How products of `dtype` run: half precision natively, float32 as three TF32 products.
+    """How products of `dtype` run: half precision natively, float32 as EXACT says.
 
-    Three TF32 products (big * big + big * small + small * big) keep 21 bits on tensor cores; plain IEEE products would
-    leave them. `torch.backends.cuda.matmul.fp32_precision = "tf32"` (formerly `allow_tf32`) buys single TF32 products,
-    as it does for torch's own.
+    `torch.backends.cuda.matmul.fp32_precision = "tf32"` (formerly `allow_tf32`) buys single TF32 products, as it does
+    for torch's own.
     """
     if dtype == torch.bfloat16 and INTERPRETED:
         return "widen"  # the interpreter keeps bfloat16 as integers and multiplies those
     if dtype == torch.float32:
-        return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
-    return "tf32"  # no meaning for half precision
+        return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else EXACT
+    return "tf32" if torch.version.hip is None else "ieee"  # the default; it means nothing for half precision
 
 
 def power_of_two(n: int, least: int = 1) -> int:

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from unifmoe_dist.kernels.triton_math import DTYPES, INTERPRETED, power_of_two
+from unifmoe_dist.kernels.triton_math import DTYPES, EXACT, INTERPRETED, power_of_two
 from unifmoe_dist.routing import Routing
 
 _TOKENS = 32  # per program
@@ -97,7 +97,7 @@ class _TritonRoute(torch.autograd.Function):
         grad_x = torch.empty_like(x)
         grad_logits = x.new_empty((n, num_experts + 1), dtype=torch.float32)
         columns = power_of_two(num_experts + 1, 16)
-        common = dict(D=dim, KP=columns, BLOCK_D=_block_d(dim, columns), num_warps=4)
+        common = dict(D=dim, KP=columns, BLOCK_D=_block_d(dim, columns), PRECISION=EXACT, num_warps=4)
         _route_backward_kernel[(triton.cdiv(n, _TOKENS),)](
             grad_alpha.contiguous(), grad_affinity.contiguous(), grad_gates.contiguous(), alpha, affinity, gates,
             weight, mask, grad_logits, grad_x, n, K=num_experts, B=ctx.num_blocks, TOKENS=_TOKENS,
@@ -119,7 +119,7 @@ def _block_d(dim: int, columns: int) -> int:
 
 
 def _products(dtype: torch.dtype) -> str:
-    return "split" if dtype == torch.bfloat16 and not INTERPRETED else "tf32x3"
+    return "split" if dtype == torch.bfloat16 and not INTERPRETED else EXACT
 
 
 @triton.jit
@@ -134,7 +134,7 @@ def _exact_dot(x, w, acc, PRODUCTS: tl.constexpr):
         acc = tl.dot(x, middle, acc)
         return tl.dot(x, high, acc)
     else:
-        return tl.dot(x.to(tl.float32), w, acc, input_precision="tf32x3")
+        return tl.dot(x.to(tl.float32), w, acc, input_precision=PRODUCTS)
 
 
 @triton.jit
@@ -237,7 +237,7 @@ def _route_kernel(
 def _route_backward_kernel(
     grad_alpha, grad_affinity, grad_gates, alpha_in, affinity_in, gates_in, weight, token_mask, grad_logits, grad_x,
     n, K: tl.constexpr, B: tl.constexpr, TOKENS: tl.constexpr, HAS_MASK: tl.constexpr, D: tl.constexpr,
-    KP: tl.constexpr, BLOCK_D: tl.constexpr,
+    KP: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Through gates = affinity where active, the softmax and the sigmoid; then grad_x = grad_logits @ weight."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -264,14 +264,14 @@ def _route_backward_kernel(
     for first in range(0, D, BLOCK_D):
         d = first + tl.arange(0, BLOCK_D)[None, :]
         w = tl.load(weight + column * D + d, mask=(column <= K) & (d < D), other=0.0)
-        product = tl.dot(grad, w, tl.zeros((TOKENS, BLOCK_D), tl.float32), input_precision="tf32x3")
+        product = tl.dot(grad, w, tl.zeros((TOKENS, BLOCK_D), tl.float32), input_precision=PRECISION)
         tl.store(grad_x + wide * D + d, product.to(grad_x.dtype.element_ty), mask=valid[:, None] & (d < D))
 
 
 @triton.jit(do_not_specialize=["n", "span"])
 def _route_weight_kernel(
     x, token_mask, grad_logits, partial, n, span, C: tl.constexpr, STEP: tl.constexpr, HAS_MASK: tl.constexpr,
-    D: tl.constexpr, KP: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, KP: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """partial[s] = grad_logits^T @ x over the tokens of span s."""
     start = tl.program_id(0) * span
@@ -286,5 +286,5 @@ def _route_weight_kernel(
         wide = token.to(tl.int64)
         g = tl.load(grad_logits + wide[None, :] * C + c, mask=counted[None, :] & (c < C), other=0.0)
         xs = tl.load(x + wide[:, None] * D + d, mask=counted[:, None] & (d < D), other=0.0)
-        acc = tl.dot(g, xs.to(tl.float32), acc, input_precision="tf32x3")
+        acc = tl.dot(g, xs.to(tl.float32), acc, input_precision=PRECISION)
     tl.store(partial + (tl.program_id(0) * C + c) * D + d, acc, mask=(c < C) & (d < D))

@@ -1,4 +1,8 @@
-"""The Triton path: the cases of triton_cases.py, that every kernel compiles for real devices, and how it is chosen."""
+"""The Triton path: the cases of triton_cases.py, that every kernel compiles for real devices, and how it is chosen.
+
+On a machine with a CUDA device, `pytest -m gpu -n 8 tests/test_triton.py` checks all of it there; most of the time goes
+into compiling, hence the processes.
+"""
 
 from __future__ import annotations
 

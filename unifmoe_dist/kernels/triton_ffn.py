@@ -45,11 +45,13 @@ class TritonOptions:
         atomic: Add rows with float32 atomics: less memory, no fixed order of summation.
         workspace_bytes: Bytes for rows waiting to be summed, in each pass; None for the default.
         tile_rows: Rows of a tile, a power of two from 16 to 128; None chooses by the number of tokens.
+        backward_tile_rows: The same for the backward pass, which needs twice the registers.
     """
 
     atomic: bool = False
     workspace_bytes: int | None = None
     tile_rows: int | None = None
+    backward_tile_rows: int | None = None
 
 
 def unsupported(x: Tensor, weights: ExpertWeights) -> str | None:
@@ -189,8 +191,7 @@ class _TritonBlockFFN(torch.autograd.Function):
         options, has_shared, has_bias = ctx.options, shared_keys is not None, key_bias is not None
         grad_y = grad_y.to(x.dtype).contiguous()
         shape = _Shape(x, gates, keys, ctx.num_blocks, options)
-        # Two tiles of accumulators are live in the backward kernel, so its row tile is smaller.
-        shape.tile_rows = min(shape.tile_rows, 64 if x.dtype != torch.float32 else 32)
+        shape.tile_rows = options.backward_tile_rows or min(shape.tile_rows, 64 if x.dtype != torch.float32 else 32)
         blocks = shape.blocks_mask(blocks)
         plan = make_plan(gates, blocks, shape.tile_rows, has_shared)
         row_bytes = (0 if options.atomic else shape.row_bytes) + 2 * shape.width * x.element_size()

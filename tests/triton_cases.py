@@ -304,11 +304,15 @@ def test_routing_rounds_half_to_even():
         assert int(r.shared_block_count) == count
 
 
-def test_routing_of_nan_and_infinity():
-    x = random(5, 16)
-    x[1, 0], x[3, 2] = float("nan"), float("inf")
-    weight, prototypes = random(4, 16), random(4, 16)
-    got, want = triton_route(x, weight, prototypes), route(x, weight, prototypes)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_routing_of_nan_and_infinity(dtype):
+    torch.manual_seed(0)
+    x = random(5, 16, dtype=dtype)
+    x[1, 0], x[3, 2], x[4, 2:4] = float("nan"), float("inf"), float("inf")
+    weight, prototypes = random(4, 16), random(8, 16)
+    scores = x[4].float() @ prototypes.T
+    assert scores.isnan().any() and scores.isinf().any()
+    got, want = triton_route(x, weight, prototypes), route(x.float(), weight, prototypes)
     for name in ("shared_blocks", "shared_block_count", "expert_count", "shared_demand", "gates"):
         torch.testing.assert_close(getattr(got, name), getattr(want, name), equal_nan=True)
 
@@ -334,9 +338,9 @@ def test_routing_mask():
     assert r.statistics.sum(0)[0] == keep.sum()
 
 
-def make_layer(dim=32, hidden=64, experts=3, blocks=4, seed=0, **settings) -> UniFMoELayer:
+def make_layer(dim=32, hidden=64, experts=3, blocks=4, seed=0, **more) -> UniFMoELayer:
     torch.manual_seed(seed)
-    layer = UniFMoELayer(UniFMoEConfig(dim, hidden, experts, blocks, **settings)).to(DEVICE)
+    layer = UniFMoELayer(UniFMoEConfig(dim, hidden, experts, blocks, **more)).to(DEVICE)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))

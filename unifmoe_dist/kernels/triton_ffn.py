@@ -9,9 +9,9 @@ Work and memory, per row (one block of one token), M channels in a block, comput
   results repeat bit for bit. `atomic=True` adds rows in float32 where they belong, in any order: no workspace.
 - the number of rows is known only on the device and may reach N (1 + K (B - 1)). Rather than a buffer for the worst
   case, the workspace holds `workspace_bytes` (by default rows for 2 B blocks a token, at most 256 MiB or 16 times
-  the tokens' own bytes, whichever is more), and tiles are computed in as many rounds as the worst case needs. A
-  round without tiles exits at once, a few microseconds for each of its launches. The last round with tiles writes
-  the output itself.
+  the tokens' own bytes, whichever is more: what a top-2 layer with H = 4 D keeps of its activations), and tiles are
+  computed in as many rounds as the worst case needs. A round without tiles exits at once, a few microseconds for
+  each of its launches. The last round with tiles writes the output itself.
 - saved for the backward pass: x, gates and block masks. It makes the plan again and recomputes the hidden
   activations, 2 of its 10 M D operations per row. Keeping them would need a buffer for the worst case.
 
@@ -134,8 +134,8 @@ class _Shape:
             properties = torch.cuda.get_device_properties(x.device)
             if getattr(properties, "shared_memory_per_block_optin", 2**20) < 128 * 1024:
                 largest = 64  # consumer cards
-        # A group has about a fifth of the tokens; tiles should be mostly full.
-        return min(largest, max(16, power_of_two(self.n // 20)))
+        # A group has about 3 / E of the tokens: tiles should be mostly full.
+        return min(largest, max(16, power_of_two(self.n // self.experts)))
 
     def blocks_mask(self, blocks: Tensor) -> Tensor:
         """Mask of the parts of all blocks."""

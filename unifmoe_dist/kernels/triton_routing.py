@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from unifmoe_dist.kernels.triton_math import DTYPES, EXACT, INTERPRETED, power_of_two
+from unifmoe_dist.kernels.triton_math import DTYPES, EXACT, dot, power_of_two, precision
 from unifmoe_dist.routing import Routing
 
 _TOKENS = 32  # per program
@@ -72,13 +72,14 @@ class _TritonRoute(torch.autograd.Function):
         programs = triton.cdiv(n, _TOKENS)
         statistics = x.new_empty((programs, 6 + num_experts + num_blocks), dtype=torch.float32)
         mask = None if token_mask is None else token_mask.contiguous().view(torch.uint8)
+        split = x.dtype == torch.bfloat16
         columns, rows = power_of_two(num_experts + 1, 16), power_of_two(num_blocks, 16)
         if n:
             _route_kernel[(programs,)](
                 x, weight, prototypes, mask, alpha, affinity, gates, blocks.view(torch.uint8), block_count,
                 expert_count, statistics, n, K=num_experts, B=num_blocks, D=dim, KP=columns, BP=rows,
                 TOKENS=_TOKENS, BLOCK_D=_block_d(dim, columns + rows), HAS_MASK=mask is not None,
-                PRODUCTS=_products(x.dtype), num_warps=4,
+                SPLIT=split, PRECISION=precision(x.dtype) if split else EXACT, num_warps=4,
             )  # fmt: skip
         ctx.save_for_backward(x, weight, alpha, affinity, gates, mask)
         ctx.num_blocks = num_blocks
@@ -118,23 +119,18 @@ def _block_d(dim: int, columns: int) -> int:
     return min(64 if columns <= 64 else 32 if columns <= 160 else 16, power_of_two(dim, 16))
 
 
-def _products(dtype: torch.dtype) -> str:
-    return "split" if dtype == torch.bfloat16 and not INTERPRETED else EXACT
-
-
 @triton.jit
-def _exact_dot(x, w, acc, PRODUCTS: tl.constexpr):
-    """acc + x @ w, for float32 w, to float32 rounding."""
-    if PRODUCTS == "split":
+def _exact_dot(x, w, acc, rest, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + rest + x @ w to float32 rounding, for float32 w; rest sums what the first bfloat16 part of w leaves out."""
+    if SPLIT:
         high = w.to(tl.bfloat16)
-        rest = w - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-        acc = tl.dot(x, low, acc)
-        acc = tl.dot(x, middle, acc)
-        return tl.dot(x, high, acc)
+        error = w - high.to(tl.float32)
+        middle = error.to(tl.bfloat16)
+        low = (error - middle.to(tl.float32)).to(tl.bfloat16)
+        rest = dot(x, middle, dot(x, low, rest, PRECISION), PRECISION)
+        return dot(x, high, acc, PRECISION), rest
     else:
-        return tl.dot(x.to(tl.float32), w, acc, input_precision=PRODUCTS)
+        return dot(x.to(tl.float32), w, acc, PRECISION), rest
 
 
 @triton.jit
@@ -147,7 +143,8 @@ def _column(values, column, index):
 def _route_kernel(
     x, weight, prototypes, token_mask, alpha_out, affinity_out, gates_out, blocks_out, block_count_out,
     expert_count_out, statistics_out, n, K: tl.constexpr, B: tl.constexpr, D: tl.constexpr, KP: tl.constexpr,
-    BP: tl.constexpr, TOKENS: tl.constexpr, BLOCK_D: tl.constexpr, HAS_MASK: tl.constexpr, PRODUCTS: tl.constexpr,
+    BP: tl.constexpr, TOKENS: tl.constexpr, BLOCK_D: tl.constexpr, HAS_MASK: tl.constexpr, SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Logits in columns 0 (shared) and 1..K (experts) of one tile, prototype scores in another."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -157,13 +154,19 @@ def _route_kernel(
     b = tl.arange(0, BP)[None, :]
     logits = tl.zeros((TOKENS, KP), tl.float32)
     scores = tl.zeros((TOKENS, BP), tl.float32)
+    logits_rest = tl.zeros((TOKENS, KP), tl.float32)
+    scores_rest = tl.zeros((TOKENS, BP), tl.float32)
     for first in range(0, D, BLOCK_D):
         d = first + tl.arange(0, BLOCK_D)
         xs = tl.load(x + wide * D + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
         w = tl.load(weight + k * D + d[:, None], mask=(k <= K) & (d < D)[:, None], other=0.0)
-        logits = _exact_dot(xs, w, logits, PRODUCTS)
+        logits, logits_rest = _exact_dot(xs, w, logits, logits_rest, SPLIT, PRECISION)
         p = tl.load(prototypes + b * D + d[:, None], mask=(b < B) & (d < D)[:, None], other=0.0)
-        scores = _exact_dot(xs, p, scores, PRODUCTS)
+        scores, scores_rest = _exact_dot(xs, p, scores, scores_rest, SPLIT, PRECISION)
+
+    if SPLIT:  # the parts of an infinite product may differ in sign
+        logits = tl.where(tl.abs(logits) < float("inf"), logits + logits_rest, logits)
+        scores = tl.where(tl.abs(scores) < float("inf"), scores + scores_rest, scores)
 
     # How much to share.
     TAU: tl.constexpr = (B - 1) / (B * B)

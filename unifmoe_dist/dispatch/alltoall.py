@@ -1,9 +1,10 @@
 """Expert-parallel exchange over torch.distributed, on gloo and NCCL.
 
-A token crosses to a rank once, whatever the number of its experts there, as one packed row of bytes: the token, its
-float32 gates for that rank's experts and its block mask as bits. The rank returns one summed row. Split sizes carry
-the variable counts, so nothing is padded and nothing dropped. Each crossing is a launch and a landing; both are
-autograd functions, so that other work can run in between, in the backward pass as well.
+A token crosses to a rank once, whatever the number of its experts there: its row, bits for its blocks and for its
+active experts there, and one float32 gate for each of those experts. The rank returns one summed row. All that one
+rank sends another is a single run of bytes, and split sizes carry the variable counts, so nothing is padded and
+nothing dropped. Each crossing is a launch and a landing; both are autograd functions, so that other work can run in
+between, in the backward pass as well.
 """
 
 from __future__ import annotations
@@ -39,35 +40,39 @@ class AllToAllDispatcher:
 
 class _AllToAllExchange:
     def __init__(self, group: dist.ProcessGroup, size: int, x: Tensor, gates: Tensor, blocks: Tensor) -> None:
-        self.num_tokens, self.num_blocks = x.shape[0], blocks.shape[1]
-        gates_per_rank = gates.reshape(x.shape[0], size, gates.shape[1] // size)
-        goes = (gates_per_rank.detach() != 0).any(-1).T  # (ranks, N)
-        rank, self.token = goes.nonzero(as_tuple=True)
-        sent = goes.sum(-1)
+        self.num_tokens, self.num_blocks, self.num_local = x.shape[0], blocks.shape[1], gates.shape[1] // size
+        gates_RNE = gates.reshape(x.shape[0], size, self.num_local).transpose(0, 1)  # E: experts of one rank
+        active_RNE = gates_RNE.detach() != 0  # true for NaN, so that a NaN token stays NaN
+        goes_RN = active_RNE.any(-1)
+        rank, self.token = goes_RN.nonzero(as_tuple=True)
+        sent = torch.stack([goes_RN.sum(1), active_RNE.sum((1, 2))], dim=1)  # (ranks, 2): rows and gates
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
-        there = _Route(group, sent.tolist(), received.tolist())
-        self.back = there.reversed()
-        self.flight = _Flight(there)
-        self.launched = _Launch.apply(
-            self.flight, x[self.token], gates_per_rank[self.token, rank], _pack_bits(blocks[self.token])
-        )
+        rows, values = (_Route(group, *counts) for counts in zip(sent.T.tolist(), received.T.tolist(), strict=True))
+        self.back = rows.reversed()
+        self.flight = _Flight((rows, rows, values))
+        bits = _pack_bits(torch.cat([blocks[self.token], active_RNE[rank, self.token]], dim=1))
+        self.launched = _Launch.apply(self.flight, x[self.token], bits, gates_RNE.masked_select(active_RNE))
 
     @torch.compiler.disable
     def arrivals(self) -> Arrivals:
-        x, gates, bits = _Land.apply(self.flight, *self.launched)
-        return Arrivals(x, gates, _unpack_bits(bits, self.num_blocks))
+        x, bits, values = _Land.apply(self.flight, *self.launched)
+        blocks, active = _unpack_bits(bits, self.num_blocks + self.num_local).split(
+            [self.num_blocks, self.num_local], dim=1
+        )
+        gates = values.new_zeros(active.shape).masked_scatter(active, values)
+        return Arrivals(x, gates, blocks)
 
     @torch.compiler.disable
     def combine(self, rows: Tensor) -> Tensor:
-        flight = _Flight(self.back)
+        flight = _Flight((self.back,))
         (home,) = _Land.apply(flight, *_Launch.apply(flight, rows))
         total = home.new_zeros((self.num_tokens, home.shape[1]), dtype=torch.promote_types(home.dtype, torch.float32))
         return total.index_add(0, self.token, home.to(total.dtype)).to(home.dtype)
 
 
 class _Route:
-    """Row counts to and from every rank of a group."""
+    """Row counts of one tensor to and from every rank of a group."""
 
     def __init__(self, group: dist.ProcessGroup, sent: list[int], received: list[int]) -> None:
         self.group, self.sent, self.received = group, sent, received
@@ -77,40 +82,46 @@ class _Route:
 
 
 class _Crossing:
-    """Rows of several tensors, packed side by side as bytes, on their way along a route."""
+    """Several tensors on their way, each along its route. What one rank is sent of them all is one run of bytes."""
 
-    def __init__(self, route: _Route, tensors: tuple[Tensor, ...]) -> None:
-        packed = torch.cat([_bytes(t) for t in tensors], dim=1)
-        self.kinds = [(t.dtype, t.shape[1]) for t in tensors]
-        self.buffer = packed.new_empty((sum(route.received), packed.shape[1]))
-        self.sent = packed  # kept alive until the work is done
+    def __init__(self, routes: tuple[_Route, ...], tensors: tuple[Tensor, ...]) -> None:
+        self.routes = routes
+        self.kinds = [(t.dtype, t.shape[1:]) for t in tensors]
+        widths = [t.dtype.itemsize * t.shape[1:].numel() for t in tensors]
+        self.sent_bytes = _bytes_by_rank([r.sent for r in routes], widths)
+        self.received_bytes = _bytes_by_rank([r.received for r in routes], widths)
+        parts = [
+            t.contiguous().view(-1).view(torch.uint8).split([row[i] for row in self.sent_bytes])
+            for i, t in enumerate(tensors)
+        ]
+        self.sent = torch.cat([part for of_rank in zip(*parts, strict=True) for part in of_rank])  # kept until landed
+        received, sent = ([sum(row) for row in table] for table in (self.received_bytes, self.sent_bytes))
+        self.buffer = self.sent.new_empty(sum(received))
         self.work = dist.all_to_all_single(
-            self.buffer, packed, route.received, route.sent, group=route.group, async_op=True
+            self.buffer, self.sent, received, sent, group=routes[0].group, async_op=True
         )
 
     def land(self) -> list[Tensor]:
         assert self.work is not None  # None only for a rank outside the group
         self.work.wait()
-        widths = [width * dtype.itemsize for dtype, width in self.kinds]
-        parts = self.buffer.split(widths, dim=1)
-        rows = self.buffer.shape[0]
+        parts = self.buffer.split([size for row in self.received_bytes for size in row])
+        count = len(self.kinds)
         return [
-            part.contiguous().view(-1).view(dtype).view(rows, width)
-            for part, (dtype, width) in zip(parts, self.kinds, strict=True)
+            torch.cat(parts[i::count]).view(dtype).view(-1, *shape) for i, (dtype, shape) in enumerate(self.kinds)
         ]
 
     def placeholders(self) -> tuple[Tensor, ...]:
-        rows = self.buffer.shape[0]
         return tuple(
-            torch.zeros((), dtype=dtype, device=self.buffer.device).expand(rows, width) for dtype, width in self.kinds
+            torch.zeros((), dtype=dtype, device=self.buffer.device).expand(sum(route.received), *shape)
+            for route, (dtype, shape) in zip(self.routes, self.kinds, strict=True)
         )
 
 
 class _Flight:
-    """State that a launch and its landing share: the route, and what is in the air in each direction."""
+    """State that a launch and its landing share: the routes, and what is in the air in each direction."""
 
-    def __init__(self, route: _Route) -> None:
-        self.route = route
+    def __init__(self, routes: tuple[_Route, ...]) -> None:
+        self.routes = routes
         self.forward: _Crossing | None = None
         self.backward: _Crossing | None = None
 
@@ -121,7 +132,7 @@ class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flight: _Flight, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.flight = flight
-        flight.forward = _Crossing(flight.route, tensors)
+        flight.forward = _Crossing(flight.routes, tensors)
         ctx.floating = [t.is_floating_point() for t in tensors]
         outputs = flight.forward.placeholders()
         ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))
@@ -151,17 +162,16 @@ class _Land(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        kept = tuple(g for g, floating in zip(grads, ctx.floating, strict=True) if floating)
-        crossing = _Crossing(ctx.flight.route.reversed(), kept)
-        ctx.flight.backward = crossing
-        rows = grads[0].shape[0]
-        return (None, *(g.new_zeros(()).expand(rows, g.shape[1]) if f else None
+        routes = [r.reversed() for r, floating in zip(ctx.flight.routes, ctx.floating, strict=True) if floating]
+        kept = [g for g, floating in zip(grads, ctx.floating, strict=True) if floating]
+        ctx.flight.backward = _Crossing(tuple(routes), tuple(kept))
+        return (None, *(g.new_zeros(()).expand_as(g) if f else None
                         for g, f in zip(grads, ctx.floating, strict=True)))  # fmt: skip
 
 
-def _bytes(rows: Tensor) -> Tensor:
-    flat = rows.contiguous().view(-1).view(torch.uint8)
-    return flat.view(rows.shape[0], rows.shape[1] * rows.element_size())
+def _bytes_by_rank(counts: list[list[int]], widths: list[int]) -> list[list[int]]:
+    """Row counts (tensors, ranks) and bytes per row of every tensor -> bytes (ranks, tensors)."""
+    return [[n * width for n, width in zip(of_rank, widths, strict=True)] for of_rank in zip(*counts, strict=True)]
 
 
 def _pack_bits(mask: Tensor) -> Tensor:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ class Measurement:
 
     Args:
         device: Kind of device: "cpu" or the GPU's name.
-        cores: CPU cores that the ranks share.
+        contention: CPU threads of all ranks per core, at least 1: how much slower shared cores make a rank; 1 on GPUs.
         tokens: Tokens per step over all ranks.
         tokens_per_second: Throughput of all ranks together.
         step: Median over steps of the slowest rank's step.
@@ -98,16 +98,17 @@ class Measurement:
         all_reduce: Collectives of the engine, waits for the slowest rank included.
         optimizer: Unscaling, clipping and stepping.
         other: The rest of the model and of the step.
-        alltoall_bytes: Bytes to other ranks, counted at the collective; named for the default dispatcher.
+        sent_bytes: Bytes that the dispatcher sent to other ranks, counted at the collective.
         minimum_bytes: The least possible for the same routing.
         tutel_bytes: Tutel's padded exchange for the same routing.
         exchange_bytes: Counted bytes per step of the rank that sends most, over all layers.
         exchange_messages: Messages to peers per rank and step.
-        memory: Highest peak of memory over ranks, bytes, above what the process held before the model was built (CPU)
-            or allocated in all (GPU).
+        memory: Highest peak over ranks of the bytes that training takes, from weights to buffers: allocated (GPU), or
+            resident beyond what the process held before the model was built, libraries not counted (CPU).
         load_imbalance: Load of the busiest expert over the mean, averaged over layers.
         blocks_per_token: Mean C_B.
         experts_per_token: Mean k.
+        shared_per_token: Mean b.
         rank_blocks: Blocks computed per step by the busiest rank, over all layers, forward.
         dropped: (token, expert) pairs that routing chose and no expert received.
         dense_parameters: Parameters that every rank holds.
@@ -116,7 +117,7 @@ class Measurement:
     """
 
     device: str
-    cores: int
+    contention: float
     tokens: int
     tokens_per_second: float
     step: float
@@ -129,7 +130,7 @@ class Measurement:
     all_reduce: float
     optimizer: float
     other: float
-    alltoall_bytes: float
+    sent_bytes: float
     minimum_bytes: float
     tutel_bytes: float
     exchange_bytes: float
@@ -138,6 +139,7 @@ class Measurement:
     load_imbalance: float
     blocks_per_token: float
     experts_per_token: float
+    shared_per_token: float
     rank_blocks: float
     dropped: int
     dense_parameters: int
@@ -180,9 +182,9 @@ class _Point:
         import deepspeed
 
         self.config, self.study, self.ranks = config, study, ranks
-        self.memory_before = _reset_peak_memory(ranks.device)
         seed_everything(0)
         self.inputs, self.labels = _digits(config.data.batch_size // ranks.world_size, ranks)
+        self.memory_before = _peak_memory(ranks.device)
         model = _backbone(study)
         model = upcycle(
             model, layers=config.model.layers, num_experts=config.model.num_experts,
@@ -218,17 +220,14 @@ class _Point:
         step, spread, loss = self._time_steps()
         memory = _peak_memory(self.ranks.device) - self.memory_before
         usage = list(collect_usage(self.model, self.ranks).values())
-        profiled, whole = split_step(self.step, _PROFILED_STEPS, self.ranks.device)
-        parts = self._mean_over_ranks([profiled[name] for name in PARTS])
-        whole = self._mean_over_ranks([whole])[0]
-        if self.ranks.device.type == "cpu":  # a profiler slows steps: its shares are kept, not its seconds
-            parts = [step * part / whole for part in parts]
-        counted = self._count_exchange()
+        parts = split_step(self.step, step, _PROFILED_STEPS, self.ranks.device)
+        results: dict[str, Any] = self._count_exchange()
+        results.update(zip(PARTS, self._mean_over_ranks([parts[name] for name in PARTS]), strict=True))
         tokens = TOKENS_PER_IMAGE * len(self.labels) * self.ranks.world_size
         cuda = self.ranks.device.type == "cuda"
         return Measurement(
             device=torch.cuda.get_device_name() if cuda else "cpu",
-            cores=available_cores(),
+            contention=1.0 if cuda else max(1.0, self.ranks.world_size * self.study.threads / available_cores()),
             tokens=tokens,
             tokens_per_second=tokens / step,
             step=step,
@@ -237,11 +236,11 @@ class _Point:
             load_imbalance=_mean([max(u.expert_load) * len(u.expert_load) / sum(u.expert_load) for u in usage]),
             blocks_per_token=_mean([u.block_compute for u in usage]),
             experts_per_token=_mean([u.expert_count for u in usage]),
+            shared_per_token=_mean([u.shared_block_count for u in usage]),
             dense_parameters=self.parameters[0],
             expert_parameters=self.parameters[1],
             loss=self._mean_over_ranks([float(loss)])[0],
-            **dict(zip(PARTS, parts, strict=True)),
-            **counted,
+            **results,
         )
 
     def _time_steps(self) -> tuple[float, float, Tensor]:
@@ -280,7 +279,7 @@ class _Point:
         per_token = TOKENS_PER_IMAGE * len(self.labels) * self.ranks.world_size * len(self.layers)
         sent, busiest = self._over_ranks([float(count.bytes), rank_blocks], dist.ReduceOp.MAX)
         return {
-            "alltoall_bytes": float(sums[0]) / per_token,
+            "sent_bytes": float(sums[0]) / per_token,
             "minimum_bytes": float(sums[1]) / per_token,
             "tutel_bytes": float(sums[2]) / per_token,
             "dropped": int(sums[3]),
@@ -304,6 +303,7 @@ class _Tap:
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
+        self.received = self.residual_blocks = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.dispatcher, name)
@@ -357,30 +357,21 @@ def _count_parameters(model: nn.Module) -> tuple[int, int]:
 
 def available_cores() -> int:
     """CPU cores this process may use."""
-    import os
-
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
-def _reset_peak_memory(device: torch.device) -> int:
-    """Forget the peak so far. Returns the bytes that do not count: on the CPU what is resident now, else 0."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return 0
-    return _peak_memory(device)
-
-
 def _peak_memory(device: torch.device) -> int:
-    """Peak bytes: allocated on a GPU, resident on the CPU."""
+    """Peak bytes so far: allocated on a GPU; on the CPU resident, without the files and libraries that are mapped."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    status = Path("/proc/self/status")
+    if not status.is_file():  # not Linux
+        return (1 if sys.platform == "darwin" else 1024) * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    kilobytes = {line.split(":")[0]: line.split()[1] for line in status.read_text().splitlines() if line.endswith("kB")}
+    return 1024 * (int(kilobytes["VmHWM"]) - int(kilobytes["RssFile"]) - int(kilobytes["RssShmem"]))
 
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-LAYOUT_FIELDS = tuple(f.name for f in fields(Layout))
-MEASUREMENT_FIELDS = tuple(f.name for f in fields(Measurement))

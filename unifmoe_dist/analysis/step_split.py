@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import DeviceType
-from torch.autograd.profiler_util import FunctionEvent
 
 from unifmoe_dist.phases import PREFIX, phase
 
@@ -48,13 +48,13 @@ def named_collectives() -> Iterator[None]:
             setattr(comm, name, function)
 
 
-def split_step(step: Callable[[], Any], repeats: int, device: torch.device) -> tuple[dict[str, float], float]:
-    """Profile `repeats` calls of a training step.
+def split_step(step: Callable[[], Any], seconds: float, repeats: int, device: torch.device) -> dict[str, float]:
+    """Profile `repeats` calls of a training step that takes `seconds` without a profiler, and split that time.
 
     Returns:
-        Mean seconds per call by part, and of the whole call as profiled. On the CPU these are wall time of this
-        process, waits for other ranks included, and the parts add up to the whole. On a GPU they are kernel time;
-        `other` then takes what no kernel of another part covers, idle time included.
+        Seconds by part; they add up to `seconds`. On the CPU they are wall time of this process, waits for other ranks
+        included. What recording costs is taken off in proportion to the events recorded in each part. On a GPU they
+        are kernel time, and `other` takes what no kernel of another part covers, idle time included.
     """
     cuda = device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -66,65 +66,88 @@ def split_step(step: Callable[[], Any], repeats: int, device: torch.device) -> t
                 step()
                 if cuda:
                     torch.cuda.synchronize(device)
-    events = recording.events() or []
-    whole = sum(e.time_range.elapsed_us() for e in events if _is_cpu(e) and e.name == PREFIX + "step")
-    parts = exclusive_microseconds(events, (lambda e: e.device_time_total) if cuda else _wall)
-    parts["other"] = max(0.0, whole - sum(parts.values()))
-    return {name: 1e-6 * parts[name] / repeats for name in PARTS}, 1e-6 * whole / repeats
+    events = _events_with_kernels(recording) if cuda else _events(recording)
+    totals = attribute(events)
+    if cuda:
+        parts = {name: 1e-9 * totals[name].kernels / repeats for name in PARTS}
+    else:
+        whole = sum(t.wall for t in totals.values())
+        slowdown = max(0.0, whole - 1e9 * seconds * repeats) / sum(t.events for t in totals.values())
+        parts = {name: 1e-9 * max(0.0, t.wall - slowdown * t.events) / repeats for name, t in totals.items()}
+        rescale = seconds / sum(parts.values())
+        parts = {name: rescale * value for name, value in parts.items()}
+    return {**parts, "other": max(0.0, seconds - sum(v for name, v in parts.items() if name != "other"))}
 
 
-def exclusive_microseconds(
-    events: Iterable[FunctionEvent], cost: Callable[[FunctionEvent], float]
-) -> dict[str, float]:
-    """Cost of every named part, without the parts nested in it; "other" stays 0.
+class Event(NamedTuple):
+    """A profiled range or operation on a CPU thread: times in nanoseconds; kernels, the GPU time it launched itself."""
 
-    A backward event counts for the part whose forward operation has its sequence number.
+    name: str
+    thread: int
+    start: int
+    end: int
+    sequence: int
+    kernels: float = 0.0
+
+
+@dataclass
+class Totals:
+    """Of one part: wall time without the parts nested in it (ns), events recorded, and kernel time (ns)."""
+
+    wall: float = 0.0
+    events: int = 0
+    kernels: float = 0.0
+
+
+def attribute(events: Iterable[Event]) -> dict[str, Totals]:
+    """Charge what happens inside "unifmoe::step" ranges to the innermost part around it, else to "other".
+
+    A backward event belongs to the part whose forward operation has its sequence number.
     """
-    parts = dict.fromkeys(PARTS, 0.0)
-    cpu = [e for e in events if _is_cpu(e)]
-    part_of_sequence: dict[int, str | None] = {}
-    for event, stack in _nested(cpu):
-        if event.sequence_nr >= 0 and not event.name.startswith(_BACKWARD) and not event.fwd_thread:
-            # Operations that record no node carry the next node's number, so the last to start with it made it.
-            part_of_sequence[event.sequence_nr] = _innermost(stack, _range_of)
-
-    def part_of(event: FunctionEvent) -> str | None:
-        backward = event.name.startswith(_BACKWARD)
-        return part_of_sequence.get(event.sequence_nr) if backward else _range_of(event)
-
-    for event, stack in _nested([e for e in cpu if e.name.startswith((_BACKWARD, PREFIX))]):
-        part = part_of(event)
-        if part is not None:
-            parts[part] += cost(event)
-            outer = _innermost(stack, part_of)
-            if outer is not None:
-                parts[outer] -= cost(event)
-    return parts
-
-
-def _nested(events: list[FunctionEvent]) -> Iterator[tuple[FunctionEvent, list[FunctionEvent]]]:
-    """Every event with the events around it on its thread, outermost first, in the order of start."""
-    stacks: dict[int, list[FunctionEvent]] = {}
-    for event in sorted(events, key=lambda e: (e.time_range.start, -e.time_range.end)):
+    totals = {name: Totals() for name in PARTS}
+    part_of_sequence: dict[int, str] = {}
+    stacks: dict[int, list[tuple[int, str]]] = {}  # by thread: ends and parts of the open events
+    for event in sorted(events, key=lambda e: (e.start, -e.end)):
         stack = stacks.setdefault(event.thread, [])
-        while stack and stack[-1].time_range.end <= event.time_range.start:
+        while stack and stack[-1][0] <= event.start:
             stack.pop()
-        yield event, stack
-        stack.append(event)
+        around = stack[-1][1] if stack else None
+        part = around or "other"
+        if event.name.startswith(_BACKWARD):
+            part = part_of_sequence.get(event.sequence, part)
+        elif event.name.startswith(PREFIX):
+            name = event.name.removeprefix(PREFIX)
+            part = name if name in PARTS else "other"
+        elif event.sequence >= 0:
+            # Operations that record no node carry the next node's number, so the last to start with it made it.
+            part_of_sequence[event.sequence] = part
+        if around is not None or event.name == PREFIX + "step" or event.name.startswith(_BACKWARD):
+            totals[part].events += 1
+            totals[part].kernels += event.kernels
+            if part != around:
+                totals[part].wall += event.end - event.start
+                if around is not None:
+                    totals[around].wall -= event.end - event.start
+        stack.append((event.end, part))
+    return totals
 
 
-def _range_of(event: FunctionEvent) -> str | None:
-    name = event.name.removeprefix(PREFIX)
-    return name if name != event.name and name in PARTS else None
+def _events(recording: torch.profiler.profile) -> list[Event]:
+    # Not recording.events(): that builds an object tree, which takes 20 times as long as the step itself.
+    assert recording.profiler is not None and recording.profiler.kineto_results is not None
+    return [
+        Event(e.name(), e.start_thread_id(), e.start_ns(), e.end_ns(), e.sequence_nr())
+        for e in recording.profiler.kineto_results.events()
+        if e.device_type() == DeviceType.CPU and not e.is_async()
+    ]
 
 
-def _innermost(stack: list[FunctionEvent], part_of: Callable[[FunctionEvent], str | None]) -> str | None:
-    return next((part for part in map(part_of, reversed(stack)) if part), None)
-
-
-def _is_cpu(event: FunctionEvent) -> bool:
-    return event.device_type == DeviceType.CPU and not event.is_async
-
-
-def _wall(event: FunctionEvent) -> float:
-    return event.time_range.elapsed_us()
+def _events_with_kernels(recording: torch.profiler.profile) -> list[Event]:
+    return [
+        Event(
+            e.name, e.thread, round(1e3 * e.time_range.start), round(1e3 * e.time_range.end), e.sequence_nr,
+            1e3 * e.self_device_time_total,
+        )
+        for e in recording.events() or []
+        if e.device_type == DeviceType.CPU and not e.is_async
+    ]  # fmt: skip

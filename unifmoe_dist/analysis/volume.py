@@ -37,11 +37,11 @@ _COUNT_BYTES = 2 * 8  # what alltoall announces to each peer: its rows and gates
 class Volume:
     """Bytes to other ranks in the forward and in the backward pass."""
 
-    forward: int = 0
-    backward: int = 0
+    forward: float = 0
+    backward: float = 0
 
     @property
-    def total(self) -> int:
+    def total(self) -> float:
         return self.forward + self.backward
 
     def __add__(self, other: Volume) -> Volume:
@@ -62,13 +62,13 @@ class Traffic:
         largest_load: Tokens of this rank at the most loaded expert.
     """
 
-    crossings: int
-    gates: int
+    crossings: float
+    gates: float
     num_experts: int
     num_blocks: int
     group_size: int
     row_bytes: int
-    largest_load: int
+    largest_load: float
 
     @staticmethod
     def of(gates: Tensor, num_blocks: int, row_bytes: int, group_size: int, rank: int) -> Traffic:
@@ -103,7 +103,7 @@ def alltoall_volume(traffic: Traffic) -> Volume:
     return Volume(minimum.forward + traffic.crossings * bits + counts, minimum.backward)
 
 
-def tutel_volume(traffic: Traffic, capacity: int) -> Volume:
+def tutel_volume(traffic: Traffic, capacity: float) -> Volume:
     """Bytes of Tutel's padded exchange: (K, capacity, model_dim) out and back, forward and backward.
 
     Gates stay at home there, and block masks, which Tutel does not know, are not counted. The capacity drops nothing:
@@ -115,25 +115,25 @@ def tutel_volume(traffic: Traffic, capacity: int) -> Volume:
 
 
 def expected_traffic(
-    tokens: int, experts_per_token: float, num_experts: int, num_blocks: int, group_size: int, row_bytes: int
-) -> tuple[float, float]:
-    """Expected crossings and remote gates of `tokens` tokens whose k experts lie anywhere with equal chance.
+    tokens: float, experts_per_token: float, num_experts: int, num_blocks: int, row_bytes: int, group_size: int
+) -> Traffic:
+    """Expected traffic of `tokens` tokens whose k experts lie anywhere with equal chance.
 
-    Returns:
-        Crossings and gates, as in `Traffic`. With K / group_size experts per rank, a rank holds none of k experts
-        with the hypergeometric chance C(K - K/group_size, k) / C(K, k), continued to fractional k by gamma functions.
+    With K / group_size experts on a rank, it holds none of a token's k with the hypergeometric chance
+    C(K - K / group_size, k) / C(K, k), continued to fractional k by gamma functions.
     """
-    away = num_experts - num_experts / group_size
-    k = min(max(experts_per_token, 0.0), num_experts)
-    if k > away:
-        absent = 0.0
-    else:
+    away, k = num_experts - num_experts // group_size, experts_per_token
+    absent = 0.0
+    if k <= away:
         absent = math.exp(
             math.lgamma(away + 1) - math.lgamma(away - k + 1)
             - math.lgamma(num_experts + 1) + math.lgamma(num_experts - k + 1)
         )  # fmt: skip
-    crossings = tokens * (group_size - 1) * (1.0 - absent)
-    return crossings, tokens * k * (group_size - 1) / group_size
+    return Traffic(
+        crossings=tokens * (group_size - 1) * (1.0 - absent), gates=tokens * k * (group_size - 1) / group_size,
+        num_experts=num_experts, num_blocks=num_blocks, group_size=group_size, row_bytes=row_bytes,
+        largest_load=tokens * k / num_experts,
+    )  # fmt: skip
 
 
 class ByteCount:
@@ -149,8 +149,10 @@ def counting_bytes() -> Iterator[ByteCount]:
     """Count what this rank hands to torch.distributed.all_to_all_single for other ranks, small exchanges included."""
     count, original = ByteCount(), dist.all_to_all_single
 
-    def counted(output: Tensor, input: Tensor, output_split_sizes: list[int] | None = None,
-                input_split_sizes: list[int] | None = None, group: Any = None, async_op: bool = False) -> Any:  # fmt: skip
+    def counted(
+        output: Tensor, input: Tensor, output_split_sizes: list[int] | None = None,
+        input_split_sizes: list[int] | None = None, group: Any = None, async_op: bool = False,
+    ) -> Any:  # fmt: skip
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         row = input.element_size() * math.prod(input.shape[1:])
         splits = input_split_sizes or [input.shape[0] // size] * size
@@ -165,7 +167,7 @@ def counting_bytes() -> Iterator[ByteCount]:
         dist.all_to_all_single = original
 
 
-# -- the comparison on synthetic routing --------------------------------------------------------------------------------
+# -- the comparison on synthetic routing -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

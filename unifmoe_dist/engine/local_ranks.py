@@ -96,7 +96,7 @@ def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
         for pipe in ready:
             rank = pipes.index(pipe)  # type: ignore[arg-type]
             try:
-                kind, value = pipe.recv()  # type: ignore[union-attr]
+                kind, value = pipes[rank].recv()
             except EOFError:
                 raise RuntimeError(f"rank {rank} died without a result.") from None
             if kind == "user error":

@@ -37,8 +37,6 @@ up-projection recomputed for the backward pass (2)."""
 _MESSAGES_PER_LAYER = 5
 """Exchanges per layer and step: counts, tokens, rows, and the gradients of both."""
 
-_OPTIMIZER_BYTES = 4  # gradients are reduced in the model's dtype; float32 unless the study says otherwise
-
 PARTS_OF_TERM = {
     "experts": ("shared_experts", "residual_experts"),
     "dense": ("route", "other"),
@@ -129,7 +127,7 @@ class Workload:
 
 
 def workload_of(point: Point, study: Study) -> Workload:
-    """The workload of a measured point; everything in it comes from the layout and the routing, nothing from a clock."""
+    """The workload of a measured point: all of it comes from the layout and the routing, nothing from a clock."""
     a, r = point.layout, point.result
     tokens, layers = r.tokens / a.ranks, len(study.layers)
     per_block = _flops_per_block(study)
@@ -301,9 +299,7 @@ def predict_cluster(model: CostModel, points: Sequence[Point], study: Study, clu
             best[point.layout.experts] = point
     predictions = []
     for k, point in sorted(best.items()):
-        (alone,) = (
-            sum(model.predict(workload).values()) for workload in [_scaled(point, study, ranks=1, expert_parallel=1)]
-        )
+        alone = sum(model.predict(_scaled(point, study, ranks=1, expert_parallel=1)).values())
         for size in sorted({math.gcd(k, cluster.gpus_per_node), math.gcd(k, cluster.ranks)}):
             workload = _scaled(point, study, cluster.ranks, size)
             seconds = model.predict(workload)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,31 +53,48 @@ def split_step(step: Callable[[], Any], seconds: float, repeats: int, device: to
     """Profile `repeats` calls of a training step that takes `seconds` without a profiler, and split that time.
 
     Returns:
-        Seconds by part; they add up to `seconds`. On the CPU they are wall time of this process, waits for other ranks
-        included. What recording costs is taken off in proportion to the events recorded in each part. On a GPU they
-        are kernel time, and `other` takes what no kernel of another part covers, idle time included.
+        Seconds by part; they add up to `seconds`. On the CPU they are shares of the wall time of this process, waits
+        for other ranks included, less what recording costs for each event. On a GPU they are kernel time, and `other`
+        takes what no kernel of another part covers, idle time included.
     """
     cuda = device.type == "cuda"
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if cuda:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with named_collectives(), torch.profiler.profile(activities=activities) as recording:
+    cost = 0.0 if cuda else recording_cost()
+    with named_collectives(), _recording(cuda) as recording:
         for _ in range(repeats):
             with phase("step"):
                 step()
                 if cuda:
                     torch.cuda.synchronize(device)
-    events = _events_with_kernels(recording) if cuda else _events(recording)
-    totals = attribute(events)
     if cuda:
+        totals = attribute(_events_with_kernels(recording))
         parts = {name: 1e-9 * totals[name].kernels / repeats for name in PARTS}
-    else:
-        whole = sum(t.wall for t in totals.values())
-        slowdown = max(0.0, whole - 1e9 * seconds * repeats) / sum(t.events for t in totals.values())
-        parts = {name: 1e-9 * max(0.0, t.wall - slowdown * t.events) / repeats for name, t in totals.items()}
-        rescale = seconds / sum(parts.values())
-        parts = {name: rescale * value for name, value in parts.items()}
-    return {**parts, "other": max(0.0, seconds - sum(v for name, v in parts.items() if name != "other"))}
+        return {**parts, "other": max(0.0, seconds - sum(v for name, v in parts.items() if name != "other"))}
+    totals = attribute(_events(recording))
+    walls = {name: max(0.0, totals[name].wall - cost * totals[name].events) for name in PARTS}
+    return {name: seconds * wall / sum(walls.values()) for name, wall in walls.items()}
+
+
+def recording_cost(operations: int = 1000, rounds: int = 5) -> float:
+    """Nanoseconds by which recording lengthens one small operation, the least of several rounds."""
+    x = torch.zeros(1)
+
+    def best() -> float:
+        times = []
+        for _ in range(rounds):
+            started = time.perf_counter_ns()
+            for _ in range(operations):
+                torch.neg(x)
+            times.append(time.perf_counter_ns() - started)
+        return min(times) / operations
+
+    plain = best()
+    with _recording(cuda=False):
+        return max(0.0, best() - plain)
+
+
+def _recording(cuda: bool) -> torch.profiler.profile:
+    kinds = torch.profiler.ProfilerActivity
+    return torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA] if cuda else [kinds.CPU])
 
 
 class Event(NamedTuple):

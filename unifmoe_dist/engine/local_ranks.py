@@ -6,10 +6,12 @@ import io
 import multiprocessing
 import os
 import socket
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +27,8 @@ def run_local_ranks(
     """Results of `function(*args)` in `world_size` new processes, in rank order.
 
     The function must be importable by name and joins the job itself (`engine.ranks.running_ranks`); the environment
-    says what a launcher would. Its standard output is dropped. The first rank to fail takes the others down.
+    says what a launcher would. What ranks print is dropped, save the end of it when one dies without a word. The first
+    rank to fail takes the others down.
 
     Args:
         world_size: Ranks; with GPUs, at most their number.
@@ -43,6 +46,8 @@ def run_local_ranks(
     port = _free_port()
     pipes: list[Connection] = []
     processes = []
+    folder = tempfile.TemporaryDirectory()
+    outputs = [Path(folder.name, f"rank-{rank}") for rank in range(world_size)]
     try:
         for rank in range(world_size):
             here, there = context.Pipe(duplex=False)
@@ -50,18 +55,20 @@ def run_local_ranks(
                 "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": threads,
             }  # fmt: skip
-            process = context.Process(target=_rank_main, args=(there, environment, threads, function, args))
+            job = (there, outputs[rank], environment, threads, function, args)
+            process = context.Process(target=_rank_main, args=job)
             process.start()
             there.close()
             pipes.append(here)
             processes.append(process)
-        return _collect(pipes, timeout)
+        return _collect(pipes, outputs, timeout)
     finally:
         for process in processes:
             process.join(0 if process.exitcode is not None else 1)
             if process.is_alive():
                 process.kill()
                 process.join()
+        folder.cleanup()
 
 
 def check_world_size(world_size: int) -> None:
@@ -84,7 +91,7 @@ def _context() -> Any:
     return context
 
 
-def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
+def _collect(pipes: list[Connection], outputs: list[Path], timeout: float) -> list[Any]:
     results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout
     while len(results) < len(pipes):
@@ -98,7 +105,8 @@ def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
             try:
                 kind, value = pipes[rank].recv()
             except EOFError:
-                raise RuntimeError(f"rank {rank} died without a result.") from None
+                last = outputs[rank].read_text(errors="replace")[-2000:] if outputs[rank].is_file() else ""
+                raise RuntimeError(f"rank {rank} died without a result. Its last output:\n{last}") from None
             if kind == "user error":
                 raise UserError(value)
             if kind == "error":
@@ -108,11 +116,13 @@ def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
 
 
 def _rank_main(
-    pipe: Connection, environment: dict[str, Any], threads: int, function: Callable[..., Any], args: tuple
-) -> None:
+    pipe: Connection, output: Path, environment: dict[str, Any], threads: int, function: Callable[..., Any],
+    args: tuple,
+) -> None:  # fmt: skip
     os.environ.update({name: str(value) for name, value in environment.items()})
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # profiles report on themselves otherwise
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # results go through the pipe; DeepSpeed prints to stdout as it loads
+    written = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):  # libraries report their loading and profiling on both
+        os.dup2(written, stream)
     torch.set_num_threads(threads)
     try:
         buffer = io.BytesIO()  # bytes, not tensors: those would travel as handles that die with this process

@@ -277,20 +277,28 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A predicted step on a cluster: seconds by term, and throughput."""
+    """A predicted step on a cluster.
+
+    Args:
+        experts: K.
+        expert_parallel: Expert-parallel size.
+        seconds: By term.
+        tokens_per_second: Of the whole cluster.
+        gain: Throughput over that of as many independent ranks that each hold all experts, as the model predicts
+            them; above 1 where holding fewer experts saves more than the exchange costs.
+    """
 
     experts: int
     expert_parallel: int
     seconds: dict[str, float]
     tokens_per_second: float
-    efficiency: float
+    gain: float
 
 
 def predict_cluster(model: CostModel, points: Sequence[Point], study: Study, cluster: Cluster) -> list[Prediction]:
     """Predict every K that was measured, with experts spread inside a node and over as many ranks as K allows.
 
     Routing (C_B, k, imbalance) is taken from the measured point of that K with the most expert-parallel ranks.
-    Efficiency is throughput over that of as many independent single ranks, as the model predicts them.
     """
     best: dict[int, Point] = {}
     for point in points:
@@ -383,14 +391,14 @@ def format_predictions(predictions: Sequence[Prediction], cluster: Cluster, devi
         f"{cluster.nodes} nodes x {cluster.gpus_per_node} ranks, {cluster.node_gbps:g} Gbit/s inside a node, "
         f"{cluster.link_gbps:g} Gbit/s between nodes:\n",
         "| K | expert-parallel size | step (ms) | experts | dense | exchange | all-reduce | optimiser | tokens/s "
-        "| of linear (%) |",
+        "| x as many single ranks |",
         "|" + " ---: |" * 10,
     ]
     for p in predictions:
         parts = " | ".join(f"{1e3 * p.seconds[term]:.2f}" for term in PARTS_OF_TERM)
         lines.append(
             f"| {p.experts} | {p.expert_parallel} | {1e3 * sum(p.seconds.values()):.1f} | {parts} "
-            f"| {p.tokens_per_second:,.0f} | {100 * p.efficiency:.0f} |"
+            f"| {p.tokens_per_second:,.0f} | {p.gain:.2f} |"
         )
     if device == "cpu":
         lines.append(

@@ -17,12 +17,20 @@ from torch import Tensor, nn
 
 from unifmoe_dist.analysis.step_split import PARTS, split_step
 from unifmoe_dist.analysis.volume import Traffic, Volume, counting_bytes, minimum_volume, tutel_volume
-from unifmoe_dist.config import DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
+from unifmoe_dist.config import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainConfig,
+    UniFMoEConfig,
+)
 from unifmoe_dist.dispatch import Arrivals, Dispatcher, Exchange
 from unifmoe_dist.engine import build
 from unifmoe_dist.engine.evaluate import collect_usage
 from unifmoe_dist.engine.ranks import Ranks, running_ranks, seed_everything
 from unifmoe_dist.engine.trainer import TrainingModel
+from unifmoe_dist.errors import UserError
 from unifmoe_dist.phases import phase
 from unifmoe_dist.upcycling import moe_layers, upcycle
 
@@ -60,6 +68,9 @@ class Study:
         warmup: Steps before timing.
         steps: Timed steps.
         threads: CPU threads per rank.
+
+    Raises:
+        UserError: a number that no study can have.
     """
 
     width: int = 128
@@ -69,6 +80,13 @@ class Study:
     warmup: int = 3
     steps: int = 9
     threads: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("depth", 2), ("warmup", 0), ("steps", 1), ("threads", 1)):
+            if getattr(self, name) < least:
+                raise UserError(f"{name} must be at least {least}, not {getattr(self, name)}.")
+        if self.width < 4 or self.width % 4:
+            raise UserError(f"width {self.width} must be a multiple of 4, the number of attention heads.")
 
     @property
     def layers(self) -> list[int]:
@@ -167,6 +185,7 @@ def train_config(layout: Layout, study: Study) -> TrainConfig:
         ),
     )  # fmt: skip
     config.validate(layout.ranks)
+    UniFMoEConfig(study.width, 4 * study.width, layout.experts, study.blocks)  # checks the layer's shape
     return config
 
 

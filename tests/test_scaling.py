@@ -34,7 +34,7 @@ from unifmoe_dist.phases import phase
 ROOT = Path(__file__).parent.parent
 
 
-# -- volumes ------------------------------------------------------------------------------------------------------------
+# -- volumes ------------------------------------------------------------------------------------------------
 
 
 def random_gates(tokens: int, experts: int) -> torch.Tensor:
@@ -91,7 +91,7 @@ def test_expected_traffic_is_the_mean_over_random_experts():
     assert expected_traffic(10, 3, 12, 8, 4, 1).crossings == 0
 
 
-# -- step split -----------------------------------------------------------------------------------------------------------
+# -- step split -----------------------------------------------------------------------------------------------
 
 
 class Sleep(torch.autograd.Function):
@@ -135,7 +135,7 @@ def test_ranges_are_not_recorded_without_a_profiler():
     assert not isinstance(phase("route"), torch.autograd.profiler.record_function)
 
 
-# -- the cost model -------------------------------------------------------------------------------------------------------
+# -- the cost model -------------------------------------------------------------------------------------------
 
 TRUE = {
     "experts": [3e-11, 1e-4], "dense": [5e-3, 2e-6, 4e-9], "exchange": [3e-4, 2e-9, 0.7], "all_reduce": [2e-3, 3e-9],
@@ -224,7 +224,7 @@ def test_cluster_links_cost_what_they_should():
     assert node.exchange_seconds(alone) == 0 and node.ring_seconds(alone) == 0
 
 
-# -- the study ------------------------------------------------------------------------------------------------------------
+# -- the study ------------------------------------------------------------------------------------------------
 
 
 def test_grid_leaves_out_what_cannot_be():
@@ -304,13 +304,17 @@ def test_sweep_measures_plots_and_continues(tmp_path):
         assert number["rank_blocks"] >= number["blocks_per_token"] * 15 * 0.9
         assert number["memory"] > 0
 
+    # All points are there: nothing is measured again.
     text = (tmp_path / "scaling.csv").read_text()
-    lines = text.splitlines(keepends=True)
-    (tmp_path / "scaling.csv").write_text("".join(lines[:2]) + lines[2][:40])  # a crash while writing the last row
-    study = scaling.read_study(tmp_path)
-    scaling.run_study([Layout(k, 2, 2, 3, "alltoall", 1) for k in (2, 4)], study, tmp_path, progress=False)
-    again = (tmp_path / "scaling.csv").read_text().splitlines(keepends=True)
-    assert again[:2] == lines[:2] and len(again) == 3 and again[2] != lines[2] and again[2].startswith("4,2,2,3,")
+    study, layouts = scaling.read_study(tmp_path), [Layout(k, 2, 2, 3, "alltoall", 1) for k in (2, 4)]
+    points = scaling.run_study(layouts, study, tmp_path, progress=False)
+    assert [p.layout for p in points] == layouts and (tmp_path / "scaling.csv").read_text() == text
+
+    # A crash while the last row was written: that point is missing, and its row replaces the rest of the line.
+    (tmp_path / "scaling.csv").write_text(text[: text.rindex(".") + 1])
+    assert scaling.read_points(tmp_path) == points[:1]
+    scaling._append(tmp_path / "scaling.csv", points[1])
+    assert (tmp_path / "scaling.csv").read_text() == text and scaling.read_points(tmp_path) == points
 
 
 def test_a_command_error_is_one_sentence(tmp_path):

@@ -18,7 +18,7 @@ import torch
 
 from unifmoe_dist.errors import UserError
 
-_PRELOADED = ["torch", "deepspeed", "timm", "unifmoe_dist.engine.trainer"]
+_PRELOADED = ["torch", "torch._dynamo", "deepspeed", "timm", "sklearn.datasets", "unifmoe_dist.engine.trainer"]
 
 
 def run_local_ranks(

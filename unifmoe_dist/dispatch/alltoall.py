@@ -90,11 +90,11 @@ class _Crossing:
         widths = [t.dtype.itemsize * t.shape[1:].numel() for t in tensors]
         self.sent_bytes = _bytes_by_rank([r.sent for r in routes], widths)
         self.received_bytes = _bytes_by_rank([r.received for r in routes], widths)
-        parts = [
-            t.contiguous().view(-1).view(torch.uint8).split([row[i] for row in self.sent_bytes])
-            for i, t in enumerate(tensors)
-        ]
-        self.sent = torch.cat([part for of_rank in zip(*parts, strict=True) for part in of_rank])  # kept until landed
+        flat = [t.contiguous().view(-1).view(torch.uint8) for t in tensors]
+        self.sent = flat[0]  # kept until landed
+        if len(flat) > 1:
+            parts = [t.split([row[i] for row in self.sent_bytes]) for i, t in enumerate(flat)]
+            self.sent = torch.cat([part for of_rank in zip(*parts, strict=True) for part in of_rank])
         received, sent = ([sum(row) for row in table] for table in (self.received_bytes, self.sent_bytes))
         self.buffer = self.sent.new_empty(sum(received))
         self.work = dist.all_to_all_single(
@@ -104,11 +104,11 @@ class _Crossing:
     def land(self) -> list[Tensor]:
         assert self.work is not None  # None only for a rank outside the group
         self.work.wait()
-        parts = self.buffer.split([size for row in self.received_bytes for size in row])
-        count = len(self.kinds)
-        return [
-            torch.cat(parts[i::count]).view(dtype).view(-1, *shape) for i, (dtype, shape) in enumerate(self.kinds)
-        ]
+        flat = [self.buffer]
+        if len(self.kinds) > 1:
+            parts = self.buffer.split([size for row in self.received_bytes for size in row])
+            flat = [torch.cat(parts[i :: len(self.kinds)]) for i in range(len(self.kinds))]
+        return [t.view(dtype).view(-1, *shape) for t, (dtype, shape) in zip(flat, self.kinds, strict=True)]
 
     def placeholders(self) -> tuple[Tensor, ...]:
         return tuple(

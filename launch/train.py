@@ -17,7 +17,7 @@ def main(arguments: Sequence[str]) -> None:
     from unifmoe_dist.engine.trainer import Trainer, choose_folder
 
     folder = choose_folder(config)
-    with running_ranks(config.parallel.expert_parallel_size) as ranks:
+    with running_ranks(config.parallel.expert_parallel_size, config.parallel.expert_placement) as ranks:
         folder = Path(ranks.share(str(folder)))
         summary = Trainer(config, ranks, folder).fit()
         if ranks.rank == 0:

@@ -33,9 +33,12 @@ def decide(
 
 def layer_output(
     x: Tensor, router: Tensor, ffns: list[tuple[Tensor, Tensor | None, Tensor, Tensor | None]], num_blocks: int,
-    activation=F.gelu,
+    activation=F.gelu, dropped: frozenset[tuple[int, int]] = frozenset(),
 ) -> Tensor:  # fmt: skip
-    """y for (N, d) tokens; ffns are (up (H,d), up_bias, down (d,H), down_bias), the shared expert first."""
+    """y for (N, d) tokens; ffns are (up (H,d), up_bias, down (d,H), down_bias), the shared expert first.
+
+    `dropped` holds (token, expert) assignments that a capacity limit took away.
+    """
     block = ffns[0][0].shape[0] // num_blocks
 
     def expert(token: Tensor, ffn, blocks: list[int]) -> Tensor:
@@ -48,11 +51,11 @@ def layer_output(
         return total if down_bias is None else total + down_bias
 
     rows = []
-    for token in x:
+    for number, token in enumerate(x):
         alpha, shared, active, affinity = decide(token, router, ffns[0][0].detach(), num_blocks)
         rest = [b for b in range(num_blocks) if b not in shared]
         y = alpha * expert(token, ffns[0], shared)
-        for j in active:
+        for j in (j for j in active if (number, j) not in dropped):
             y = y + affinity[j] * expert(token, ffns[1 + j], rest)
         rows.append(y)
     return torch.stack(rows) if rows else x.sum() * torch.zeros_like(x)

@@ -14,38 +14,44 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 
 from unifmoe_dist.config import DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
-from unifmoe_dist.engine import checkpoint
+from unifmoe_dist.engine import build, checkpoint
+from unifmoe_dist.engine.batches import TrainBatches
 from unifmoe_dist.engine.cli import dump_train_config, load_train_config, parse_train_config
-from unifmoe_dist.engine.ranks import Ranks, running_ranks
+from unifmoe_dist.engine.ranks import Ranks, running_ranks, seed_everything
 from unifmoe_dist.engine.trainer import Trainer, choose_folder
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.upcycling import moe_layers
 
 ROOT = Path(__file__).parent.parent
 
 
-def make_config(folder, *, steps=20, optimizer="sgd", resume=False, seed=0, **parallel) -> TrainConfig:
+def make_config(
+    folder, *, steps=20, optimizer="sgd", resume=False, seed=0, clip=0.0, dispatcher="auto", **parallel
+) -> TrainConfig:
     return TrainConfig(
         output=str(folder), steps=steps, eval_every=10, log_every=5, baseline=False, progress=False, resume=resume,
-        seed=seed, model=ModelConfig(layers=[1, 3], num_experts=4), data=DataConfig(batch_size=4),
-        optim=OptimConfig(name=optimizer, lr=0.05 if optimizer == "sgd" else 1e-3, warmup_steps=3, grad_clip=0.0),
+        seed=seed, data=DataConfig(batch_size=4),
+        model=ModelConfig(layers=[1, 3], num_experts=4, dispatcher=dispatcher),
+        optim=OptimConfig(name=optimizer, lr=0.05 if optimizer == "sgd" else 1e-3, warmup_steps=3, grad_clip=clip),
         parallel=ParallelConfig(**parallel),
     )  # fmt: skip
 
 
 def train(rank, world, folder, steps, stop=None, **options):
-    """Global losses of `steps` training steps and the final weights by global name (rank 0's share of the experts)."""
+    """Global losses of the training steps, final weights by global name (this rank's experts), and gradient norms."""
     config = make_config(folder, steps=steps, **options)
     config.validate(world)
-    with running_ranks(config.parallel.expert_parallel_size) as ranks:
+    with running_ranks(config.parallel.expert_parallel_size, config.parallel.expert_placement) as ranks:
         trainer = Trainer(config, ranks, Path(folder))
-        losses = []
+        losses, norms = [], []
         while trainer.step < (stop or steps):
             sums = trainer.train_step()
             losses.append(float(ranks.all_sum(sums["task_loss"])) / world)
+            norms.append(float(trainer.engine.get_global_grad_norm() or 0.0))
             if trainer.step % config.eval_every == 0:
                 trainer._validate_and_save(0.0)
         weights = {n: t.detach().clone() for n, t in trainer.model.state_dict().items()}
-        return losses, checkpoint.split_by_expert(trainer.model, weights)
+        return losses, checkpoint.split_by_expert(trainer.model, weights), norms
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +65,11 @@ def one_rank(tmp_path_factory):
         (2, dict(expert_parallel_size=1, zero_stage=0)), (2, dict(expert_parallel_size=1, zero_stage=1)),
         (2, dict(expert_parallel_size=2, zero_stage=0)), (2, dict(expert_parallel_size=2, zero_stage=1)),
         (2, dict(expert_parallel_size=2, zero_stage=2)), (4, dict(expert_parallel_size=2, zero_stage=1)),
+        (4, dict(expert_parallel_size=2, expert_placement="far", zero_stage=2)),
+        (2, dict(expert_parallel_size=2, offload_optimizer=True)),
         (2, dict(expert_parallel_size=2, gradient_accumulation=2)), (1, dict(gradient_checkpointing=True)),
+        pytest.param(2, dict(expert_parallel_size=2, gradient_checkpointing=True, dispatcher="tutel"),
+                     marks=pytest.mark.tutel),
     ],
 )  # fmt: skip
 def test_sgd_losses_equal_one_rank(world, parallel, one_rank, tmp_path):
@@ -67,29 +77,82 @@ def test_sgd_losses_equal_one_rank(world, parallel, one_rank, tmp_path):
     results = run_ranks(world, train, str(tmp_path), 20, **parallel)
     keys = [one_rank[1][f"blocks.3.mlp.experts.{e}.keys"] for e in (0, 1)]
     assert (keys[0] - keys[1]).abs().max() > 1e-4  # they started as copies: training moved them apart
-    for losses, weights in results:
-        assert losses == pytest.approx(one_rank[0], abs=1e-5)
+    assert_same_training(results, one_rank)
+
+
+def assert_same_training(results, expected):
+    for losses, weights, _ in results:
+        assert losses == pytest.approx(expected[0], abs=1e-5)
         for name, weight in weights.items():
-            torch.testing.assert_close(weight, one_rank[1][name], atol=1e-5, rtol=1e-3)
+            torch.testing.assert_close(weight, expected[1][name], atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
-def test_resume_is_exact_on_one_rank(zero_stage, tmp_path):
-    options = dict(optimizer="adamw", zero_stage=zero_stage)
-    whole, weights = run_ranks(1, train, str(tmp_path / "whole"), 20, **options)[0]
+def train_with_ddp(rank, world, folder):
+    """The same 20 steps in plain torch: DistributedDataParallel and SGD, no DeepSpeed."""
+    config = make_config(folder)
+    ranks = Ranks(rank, world, torch.device("cpu"))
+    seed_everything(config.seed)
+    task = build.build_task(config)
+    model = build.build_model(config, task)
+    replica = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = build.build_optimizer(config, model, ranks)
+    schedule = build.build_schedule(config)(optimizer)
+    batches = TrainBatches(task, config.data.batch_size, config.seed, rank, world, 1)
+    losses = []
+    for step in range(20):
+        for inputs, labels in batches.step(step):
+            loss = torch.nn.functional.cross_entropy(replica(**inputs), labels)
+            gram = sum(layer.diversity_loss() for layer in moe_layers(model).values())
+            (loss + config.optim.lambda_div * gram).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(float(ranks.all_sum(loss)) / world)
+    return losses, checkpoint.split_by_expert(model, dict(model.state_dict())), []
+
+
+def test_deepspeed_equals_plain_ddp(one_rank, tmp_path):
+    assert_same_training(run_ranks(2, train_with_ddp, str(tmp_path)), one_rank)
+
+
+@pytest.fixture(scope="module")
+def one_rank_clipped(tmp_path_factory):
+    return run_ranks(1, train, str(tmp_path_factory.mktemp("clipped")), 20, clip=0.3, zero_stage=0)[0]
+
+
+@pytest.mark.parametrize(
+    "world,parallel",
+    [
+        (2, dict(expert_parallel_size=2, zero_stage=0)), (4, dict(expert_parallel_size=2, zero_stage=0)),
+        (4, dict(expert_parallel_size=2, zero_stage=2)), (2, dict(expert_parallel_size=2, offload_optimizer=True)),
+    ],
+)  # fmt: skip
+def test_clipping_counts_remote_experts(world, parallel, one_rank, one_rank_clipped, tmp_path):
+    moved = [(one_rank_clipped[1][n] - w).abs().max() for n, w in one_rank[1].items()]
+    assert max(moved) > 1e-3  # the limit is felt
+    results = run_ranks(world, train, str(tmp_path), 20, clip=0.3, **parallel)
+    assert_same_training(results, one_rank_clipped)
+    for _, _, norms in results:
+        assert norms == pytest.approx(one_rank_clipped[2], rel=2e-5)
+
+
+@pytest.mark.parametrize("parallel", [dict(zero_stage=0), dict(), dict(zero_stage=2), dict(offload_optimizer=True)])
+def test_resume_is_exact_on_one_rank(parallel, tmp_path):
+    options = dict(optimizer="adamw", **parallel)
+    whole, weights, _ = run_ranks(1, train, str(tmp_path / "whole"), 20, **options)[0]
     run_ranks(1, train, str(tmp_path / "cut"), 20, 14, **options)  # stops after the checkpoint of step 10
-    rest, resumed = run_ranks(1, train, str(tmp_path / "cut"), 20, None, resume=True, **options)[0]
+    rest, resumed, _ = run_ranks(1, train, str(tmp_path / "cut"), 20, None, resume=True, **options)[0]
     assert rest == whole[10:]
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
 
 
 @pytest.mark.parametrize("before,after", [((2, 2), (1, 1)), ((1, 1), (2, 2)), ((2, 1), (2, 2)), ((4, 2), (4, 4))])
 def test_resume_at_another_layout(before, after, tmp_path):
-    whole, weights = run_ranks(1, train, str(tmp_path / "whole"), 20, optimizer="adamw")[0]
+    whole, weights, _ = run_ranks(1, train, str(tmp_path / "whole"), 20, optimizer="adamw")[0]
     cut = str(tmp_path / "cut")
     run_ranks(before[0], train, cut, 20, 10, optimizer="adamw", expert_parallel_size=before[1])
     results = run_ranks(after[0], train, cut, 20, None, optimizer="adamw", resume=True, expert_parallel_size=after[1])
-    for rest, resumed in results:
+    for rest, resumed, _ in results:
         assert rest == pytest.approx(whole[10:], abs=1e-4)
         for name, weight in resumed.items():
             torch.testing.assert_close(weight, weights[name], atol=2e-3, rtol=1e-2)
@@ -111,7 +174,7 @@ def test_checkpoint_holds_every_expert_once(tmp_path):
 
 def whole_run(rank, world, folder, **options):
     config = make_config(folder, steps=10, optimizer="adamw", **options)
-    with running_ranks(config.parallel.expert_parallel_size) as ranks:
+    with running_ranks(config.parallel.expert_parallel_size, config.parallel.expert_placement) as ranks:
         return Trainer(config, ranks, Path(folder)).fit()
 
 
@@ -167,6 +230,8 @@ def test_unknown_key_in_a_file(tmp_path):
         (["--parallel.expert_parallel_size", "3"], 2, ["3", "2"]), (["--data.batch_size", "9"], 2, ["9", "2"]),
         (["--model.layers", "[]"], 1, ["model.layers"]), (["--steps", "0"], 1, ["steps", "0"]),
         (["--resume"], 1, ["--output"]), (["--parallel.precision", "bf16", "--parallel.zero_stage", "0"], 1, ["bf16"]),
+        (["--parallel.zero_stage", "3"], 2, ["zero_stage 3", "zero_stage 2"]),
+        (["--parallel.zero_stage", "0", "--parallel.offload_optimizer", "true"], 1, ["offload_optimizer", "1 or 2"]),
     ],
 )  # fmt: skip
 def test_options_that_do_not_fit(words, world, expected):

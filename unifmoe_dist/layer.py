@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unifmoe_dist.config import UniFMoEConfig
-from unifmoe_dist.dispatch import make_dispatcher
+from unifmoe_dist.dispatch import limit_load, make_dispatcher
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.kernels import grouped_block_ffn
@@ -25,7 +25,7 @@ class UniFMoELayer(nn.Module):
         config: Shape of the layer.
         expert_group: Ranks over which the residual experts are sharded, contiguously in rank order; None keeps all
             here.
-        dispatcher: "auto", "local" or "alltoall".
+        dispatcher: "auto" (local on one rank, else alltoall), "local", "alltoall" or "tutel" (needs the tutel extra).
 
     Attributes:
         router: The augmented router; `router.weight` is (K + 1, model_dim), row 0 the shared column.
@@ -88,10 +88,11 @@ class UniFMoELayer(nn.Module):
 
     def _apply_to_tokens(self, x: Tensor) -> Tensor:
         with phase("route"):
-            routing = self.route(x)
+            routing = limit_load(self.route(x), self.config.capacity_factor)
             self.usage.update(routing)
         with phase("dispatch"):
-            exchange = self.dispatcher.dispatch(x, routing.gates, ~routing.shared_blocks)
+            trained = any(p.requires_grad for p in self.experts.parameters())
+            exchange = self.dispatcher.dispatch(x, routing.gates, ~routing.shared_blocks, trained)
         with phase("shared_experts"):  # needs no exchange: it is computed while tokens travel
             shared = grouped_block_ffn(x, routing.shared_demand[:, None], routing.shared_blocks, self.shared.weights())
         with phase("dispatch"):
@@ -102,7 +103,7 @@ class UniFMoELayer(nn.Module):
             return shared + exchange.combine(residual)
 
     def route(self, x: Tensor) -> Routing:
-        """Routing of x (..., model_dim), over tokens flattened to N."""
+        """Routing of x (..., model_dim), over tokens flattened to N, before any capacity limit."""
         self._check_shapes(x, None)
         return self.router(x.reshape(-1, x.shape[-1]), self.shared.prototypes()[0])
 

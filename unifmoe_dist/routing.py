@@ -22,6 +22,7 @@ class Routing:
         gates: (N, K) float32, p_i where the expert is active, else 0; carries gradient.
         shared_block_count: (N,) int64, b.
         expert_count: (N,) int64, k.
+        dropped: (N,) int64, assignments that a capacity limit took away, not counted in k; None without a limit.
     """
 
     shared_demand: Tensor
@@ -30,6 +31,7 @@ class Routing:
     gates: Tensor
     shared_block_count: Tensor
     expert_count: Tensor
+    dropped: Tensor | None = None
 
     @property
     def block_compute(self) -> Tensor:

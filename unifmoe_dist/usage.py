@@ -20,6 +20,8 @@ class UsageSummary:
         expert_count: Mean k, residual experts per token.
         shared_block_count: Mean b, shared blocks per token.
         shared_demand: Mean alpha.
+        dropped: Fraction of (token, expert) assignments that a capacity limit dropped; C_B, k and the loads count what
+            was left.
         expert_load: Fraction of tokens that use each of the K residual experts.
         block_load: Fraction of tokens for which each of the B blocks is shared.
     """
@@ -29,18 +31,20 @@ class UsageSummary:
     expert_count: float
     shared_block_count: float
     shared_demand: float
+    dropped: float
     expert_load: list[float]
     block_load: list[float]
 
     @staticmethod
     def from_totals(totals: Tensor, num_experts: int) -> UsageSummary:
-        """Summarise totals (5 + K + B,), which may have been summed over ranks."""
+        """Summarise totals (6 + K + B,), which may have been summed over ranks."""
         tokens = int(totals[0].item())
         means = (totals[1:] / max(tokens, 1)).tolist()
-        block_compute, expert_count, shared_block_count, shared_demand = means[:4]
+        block_compute, expert_count, shared_block_count, shared_demand, dropped = means[:5]
         return UsageSummary(
             tokens, block_compute, expert_count, shared_block_count, shared_demand,
-            means[4 : 4 + num_experts], means[4 + num_experts :],
+            dropped / (dropped + expert_count) if dropped else 0.0,
+            means[5 : 5 + num_experts], means[5 + num_experts :],
         )  # fmt: skip
 
 
@@ -56,12 +60,14 @@ class Usage:
     def update(self, routing: Routing) -> None:
         """Count the N tokens of one routing decision."""
         tokens, self.num_experts = routing.gates.shape
+        dropped = torch.zeros_like(routing.expert_count) if routing.dropped is None else routing.dropped
         sums = [
             torch.full((), tokens, dtype=torch.float64, device=routing.gates.device),
             routing.block_compute.double().sum(),
             routing.expert_count.double().sum(),
             routing.shared_block_count.double().sum(),
             routing.shared_demand.detach().double().sum(),
+            dropped.double().sum(),
         ]
         totals = torch.cat(
             [torch.stack(sums), (routing.gates != 0).double().sum(0), routing.shared_blocks.double().sum(0)]

@@ -26,7 +26,7 @@ from unifmoe_dist.config import (
     UniFMoEConfig,
 )
 from unifmoe_dist.dispatch import Arrivals, Dispatcher, Exchange
-from unifmoe_dist.engine import build
+from unifmoe_dist.engine import build, clipping
 from unifmoe_dist.engine.evaluate import collect_usage
 from unifmoe_dist.engine.ranks import Ranks, running_ranks, seed_everything
 from unifmoe_dist.engine.trainer import TrainingModel
@@ -218,6 +218,7 @@ class _Point:
             model=TrainingModel(model, config.model.num_experts if ranks.expert_group is not None else None),
             optimizer=build.build_optimizer(config, model, ranks), config=settings,
         )  # fmt: skip
+        clipping.use_true_norm(self.engine, model, ranks)
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         self.inputs = self.inputs.to(ranks.device, dtype)
         self.labels = self.labels.to(ranks.device)

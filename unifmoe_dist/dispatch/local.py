@@ -23,5 +23,5 @@ class _LocalExchange:
 class LocalDispatcher:
     """Hands every token to the experts beside it."""
 
-    def dispatch(self, x: Tensor, gates: Tensor, blocks: Tensor) -> _LocalExchange:
+    def dispatch(self, x: Tensor, gates: Tensor, blocks: Tensor, trained: bool = True) -> _LocalExchange:
         return _LocalExchange(Arrivals(x, gates, blocks))

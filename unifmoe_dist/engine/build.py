@@ -28,13 +28,17 @@ def build_task(config: TrainConfig) -> TaskData:
 
 
 def build_model(config: TrainConfig, task: TaskData, ranks: Ranks | None = None) -> nn.Module:
-    """The dense backbone, upcycled if the configuration asks for it. Seed torch first."""
+    """The dense backbone, upcycled if the configuration asks for it. Seed torch first.
+
+    Without ranks all experts are here and nothing travels, so no dispatcher's library is needed.
+    """
     model = task.build_model()
     if config.model.moe == "unif":
         model = upcycle(
             model, layers=config.model.layers, num_experts=config.model.num_experts,
             num_blocks=config.model.num_blocks, expert_group=None if ranks is None else ranks.expert_group,
-            dispatcher=config.model.dispatcher,
+            dispatcher="auto" if ranks is None else config.model.dispatcher,
+            capacity_factor=config.model.capacity_factor,
         )  # fmt: skip
     if config.parallel.gradient_checkpointing:
         enable: Any = getattr(model, "gradient_checkpointing_enable", None) or model.set_grad_checkpointing
@@ -71,6 +75,11 @@ def build_optimizer(config: TrainConfig, model: nn.Module, ranks: Ranks) -> torc
     optim = config.optim
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)
+    if config.parallel.offload_optimizer:
+        # Compiled at first use, and several times as fast on a CPU as torch's.
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(groups, lr=optim.lr, betas=optim.betas, adamw_mode=optim.name == "adamw")
     kind = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
     return kind(groups, lr=optim.lr, betas=optim.betas)
 
@@ -96,8 +105,12 @@ def deepspeed_config(config: TrainConfig, folder: Path, world_size: int, environ
         "train_micro_batch_size_per_gpu": batch // world_size // accumulation,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": config.optim.grad_clip,
-        "zero_optimization": {"stage": config.parallel.zero_stage},
+        "zero_optimization": {
+            "stage": config.parallel.zero_stage,
+            "offload_optimizer": {"device": "cpu" if config.parallel.offload_optimizer else "none"},
+        },
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
         "tensorboard": {"enabled": True, "output_path": str(folder / "tensorboard"), "job_name": "train"},
     }

@@ -43,7 +43,7 @@ def collect_usage(model: nn.Module, ranks: Ranks) -> dict[str, UsageSummary]:
         config = layer.config
         totals = layer.usage.totals
         if totals is None:
-            totals = torch.zeros(5 + config.num_experts + config.num_blocks)
+            totals = torch.zeros(6 + config.num_experts + config.num_blocks)
         result[name] = UsageSummary.from_totals(ranks.all_sum(totals), config.num_experts)
         layer.usage.reset()
     return result

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from unifmoe_dist.engine import launchers
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,6 @@ class Ranks:
         device: Device of this rank.
         expert_group: Ranks that share one set of residual experts; None when every rank holds all.
         expert_group_name: DeepSpeed's name of that grouping.
-        expert_rank: Rank inside expert_group.
         expert_replica: Which copy of the set of experts this rank belongs to.
     """
 
@@ -33,8 +33,12 @@ class Ranks:
     device: torch.device
     expert_group: dist.ProcessGroup | None = None
     expert_group_name: str | None = None
-    expert_rank: int = 0
     expert_replica: int = 0
+
+    @property
+    def expert_rank(self) -> int:
+        """This rank's place inside expert_group; 0 without one."""
+        return 0 if self.expert_group is None else dist.get_rank(self.expert_group)
 
     def all_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all ranks, as float64 on the CPU."""
@@ -58,12 +62,19 @@ class Ranks:
 
 def world_size_from_environment() -> int:
     """Number of ranks the launcher announced; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    launchers.identify()
+    return int(os.environ["WORLD_SIZE"])
 
 
 @contextmanager
-def running_ranks(expert_parallel_size: int) -> Iterator[Ranks]:
+def running_ranks(expert_parallel_size: int, placement: str = "near") -> Iterator[Ranks]:
     """Join the job, yield this process's place in it, and tear down in one place.
+
+    Args:
+        expert_parallel_size: Ranks that share one set of residual experts; divides the world size.
+        placement: "near" puts consecutive ranks into one expert-parallel group, so that the all-to-all stays inside a
+            node where it can; "far" strides the groups over the job, so that the replicas of an expert are consecutive
+            and the all-reduce of expert gradients stays inside a node instead.
 
     Leaving without destroying the process group aborts at random on gloo, after the work has succeeded.
     """
@@ -71,10 +82,8 @@ def running_ranks(expert_parallel_size: int) -> Iterator[Ranks]:
     from deepspeed.utils import groups, logger
 
     logger.setLevel("WARNING")
-    if "RANK" not in os.environ:  # started without a launcher: a job of one rank
-        os.environ.update(
-            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port()
-        )
+    launchers.identify()
+    launchers.find_master()
     cuda = torch.cuda.is_available()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
@@ -88,12 +97,11 @@ def running_ranks(expert_parallel_size: int) -> Iterator[Ranks]:
     try:
         if expert_parallel_size > 1:
             name = f"ep_size_{expert_parallel_size}"
-            groups._create_expert_and_data_parallel(expert_parallel_size)
+            far = placement == "far"
+            groups._create_expert_and_data_parallel(expert_parallel_size, use_data_before_expert_parallel_=far)
             group = groups._get_expert_parallel_group(name)
-            place = Ranks(
-                place.rank, place.world_size, device, group, name, dist.get_rank(group),
-                place.rank // expert_parallel_size,
-            )  # fmt: skip
+            replica = dist.get_rank(groups._get_expert_data_parallel_group(name))
+            place = Ranks(place.rank, place.world_size, device, group, name, replica)
         yield place
         place.barrier()
     except BaseException:
@@ -107,9 +115,3 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.base import TaskData
-from unifmoe_dist.engine import build, checkpoint
+from unifmoe_dist.engine import build, checkpoint, clipping
 from unifmoe_dist.engine.batches import TrainBatches
 from unifmoe_dist.engine.cli import dump_train_config
 from unifmoe_dist.engine.evaluate import Score, collect_usage, evaluate, logits_of, to_device
@@ -113,6 +113,7 @@ class Trainer:
             lr_scheduler=build.build_schedule(config),
             config=build.deepspeed_config(config, folder, ranks.world_size, len(self.task.train)),
         )
+        clipping.use_true_norm(self.engine, self.model, ranks)
         self.dtype = next(p.dtype for p in self.model.parameters() if p.is_floating_point())
         self.batches = TrainBatches(
             self.task, config.data.batch_size, config.seed, ranks.rank, ranks.world_size,
@@ -247,7 +248,7 @@ class Trainer:
             if isinstance(value, float)
         ]
         for layer, u in usage.items():
-            for name in ("block_compute", "expert_count", "shared_demand"):
+            for name in ("block_compute", "expert_count", "shared_demand", "dropped"):
                 events.append((f"{record['kind']}/{layer}/{name}", getattr(u, name), self.step))
             events += [
                 (f"{record['kind']}/{layer}/load/{e}", v, self.step) for e, v in enumerate(u.expert_load)
@@ -278,6 +279,7 @@ def summarise(config: TrainConfig, score: Score, world_size: int, seconds: float
         "mean_block_compute": _mean(score.usage, "block_compute") if score.usage else dense,
         "mean_expert_count": _mean(score.usage, "expert_count") if score.usage else 0.0,
         "mean_shared_demand": _mean(score.usage, "shared_demand") if score.usage else None,
+        "dropped_fraction": _mean(score.usage, "dropped") if score.usage else 0.0,
         "num_blocks": config.model.num_blocks,
         "world_size": world_size,
         "expert_parallel_size": config.parallel.expert_parallel_size,

@@ -15,7 +15,12 @@ KEY = "unif_moe"
 
 
 def record(
-    model: nn.Module, layers: list[int], num_experts: int, num_blocks: int, group: ProcessGroup | None
+    model: nn.Module,
+    layers: list[int],
+    num_experts: int,
+    num_blocks: int,
+    group: ProcessGroup | None,
+    capacity_factor: float | None = None,
 ) -> None:
     """Note an upcycling in a Transformers model's config (other models have none: nothing happens).
 
@@ -26,8 +31,10 @@ def record(
         return
     new = copy.deepcopy(old)
     size = 1 if group is None else distributed.get_world_size(group)
-    note = {"layers": layers, "num_experts": num_experts, "num_blocks": num_blocks}
+    note: dict[str, Any] = {"layers": layers, "num_experts": num_experts, "num_blocks": num_blocks}
     note["expert_parallel_size"] = size
+    if capacity_factor is not None:
+        note["capacity_factor"] = capacity_factor
     setattr(new, KEY, [*(getattr(old, KEY, None) or []), note])
     module: Any
     for module in model.modules():

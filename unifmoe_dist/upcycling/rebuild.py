@@ -40,7 +40,8 @@ def rebuild(model: nn.Module) -> None:
         blocks = find_adapter(model).blocks(model)
         missing = [index for index in note["layers"] if not moe_layers(blocks[index])]
         if missing:
-            convert(model, missing, note["num_experts"], note["num_blocks"])
+            limit = note.get("capacity_factor")
+            convert(model, missing, note["num_experts"], note["num_blocks"], capacity_factor=limit)
 
 
 def install_rebuild() -> None:

@@ -1,0 +1,41 @@
+"""One layer held whole, and the same layer with its experts spread over ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from unifmoe_dist import UniFMoEConfig, UniFMoELayer
+
+EXCHANGES = ["alltoall", pytest.param("tutel", marks=pytest.mark.tutel)]
+CLOSE = dict(rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def whole_layer(config: UniFMoEConfig, seed: int = 1) -> UniFMoELayer:
+    """A layer whose experts differ, so that mixing them up shows."""
+    torch.manual_seed(seed)
+    layer = UniFMoELayer(config)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return layer
+
+
+def sharded_layer(whole: UniFMoELayer, group: dist.ProcessGroup | None, dispatcher: str) -> UniFMoELayer:
+    """The weights of `whole`, the experts spread over `group`."""
+    layer = UniFMoELayer(whole.config, expert_group=group, dispatcher=dispatcher)
+    layer.router.load_state_dict(whole.router.state_dict())
+    for expert in ["shared", *range(whole.config.num_experts)]:
+        layer.load_ffn(expert, *whole.ffn_weights(expert))
+    return layer
+
+
+def dense_parameters(layer: UniFMoELayer) -> list[torch.nn.Parameter]:
+    """Parameters that every rank holds."""
+    return [*layer.router.parameters(), *layer.shared.parameters()]
+
+
+def held_here(whole: torch.Tensor, layer: UniFMoELayer) -> torch.Tensor:
+    """The part of a (K, ...) tensor of all experts that belongs to this rank."""
+    return whole[layer.first_expert : layer.first_expert + layer.experts.keys.shape[0]]

@@ -1,0 +1,110 @@
+"""The same code under every launcher: who am I, and where do we meet?"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unifmoe_dist.engine import launchers
+
+ROOT = Path(__file__).parent.parent
+LAUNCHER_PREFIXES = ("OMPI_", "PMI", "SLURM_", "MPI_")
+# Joins the job with both ranks in one expert-parallel group and adds up 1 + 2 over them.
+PROGRAM = (
+    "import torch\nfrom unifmoe_dist.engine.ranks import running_ranks\n"
+    "with running_ranks(2) as ranks:\n"
+    "    total = ranks.all_sum(torch.tensor([ranks.rank + 1.0]))\n"
+    "    print(f'joined {ranks.rank} of {ranks.world_size} sum {float(total)}\\n', end='', flush=True)\n"
+)
+EXPECTED = {f"joined {rank} of 2 sum 3.0" for rank in (0, 1)}
+
+
+def clean_environment(**extra: str) -> dict[str, str]:
+    torch_names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {k: v for k, v in os.environ.items() if k not in torch_names and not k.startswith(LAUNCHER_PREFIXES)}
+    return {**kept, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **extra}
+
+
+def joined(text: str) -> set[str]:
+    return {line.strip() for line in text.splitlines() if line.startswith("joined")}
+
+
+def test_srun():
+    """srun starts every process with its own variables; nothing else tells them of one another."""
+    processes = []
+    for rank in range(2):
+        names = dict(SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), SLURM_STEP_NUM_TASKS="2",
+                     SLURM_STEP_NODELIST="localhost", SLURM_JOB_ID=str(os.getpid()))  # fmt: skip
+        command = [sys.executable, "-c", PROGRAM]
+        environment = clean_environment(**names)
+        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert joined("".join(outputs)) == EXPECTED
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun on this machine")
+def test_mpirun(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = ["mpirun", "-np", "2", "--oversubscribe", sys.executable, str(tmp_path / "program.py")]
+    allowed = dict(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+    done = subprocess.run(command, env=clean_environment(**allowed), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert joined(done.stdout) == EXPECTED
+
+
+def test_torchrun(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               str(tmp_path / "program.py")]  # fmt: skip
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert joined(done.stdout) == EXPECTED
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    monkeypatch.setattr(os, "environ", clean_environment())
+    return os.environ
+
+
+def test_no_launcher_is_one_rank(bare):
+    launchers.identify()
+    launchers.find_master()
+    assert (bare["RANK"], bare["WORLD_SIZE"], bare["MASTER_ADDR"]) == ("0", "1", "127.0.0.1")
+
+
+def test_torch_variables_win(bare):
+    bare.update(RANK="3", LOCAL_RANK="1", WORLD_SIZE="4", SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_STEP_NUM_TASKS="1")
+    launchers.identify()
+    assert (bare["RANK"], bare["WORLD_SIZE"]) == ("3", "4")
+
+
+def test_mpi_inside_slurm_counts_as_mpi(bare):
+    """mpirun starts its daemons through srun, whose variables then describe daemons, not ranks."""
+    bare.update(SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_STEP_NUM_TASKS="2")
+    bare.update(OMPI_COMM_WORLD_RANK="5", OMPI_COMM_WORLD_LOCAL_RANK="1", OMPI_COMM_WORLD_SIZE="8")
+    launchers.identify()
+    assert (bare["RANK"], bare["LOCAL_RANK"], bare["WORLD_SIZE"]) == ("5", "1", "8")
+
+
+def test_a_batch_script_is_not_a_step(bare):
+    bare.update(SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NTASKS="16")
+    launchers.identify()
+    assert bare["WORLD_SIZE"] == "1"
+
+
+@pytest.mark.parametrize(
+    "nodes,first",
+    [
+        ("node7", "node7"), ("gpu[03-05,9],login", "gpu03"), ("a1,a2", "a1"), ("r[1-2]n[08-11]", "r1n08"),
+        ("gpu[001]-ib", "gpu001-ib"), ("localhost", "localhost"),
+    ],
+)  # fmt: skip
+def test_first_host_of_a_node_list(nodes, first):
+    assert launchers.first_host(nodes) == first

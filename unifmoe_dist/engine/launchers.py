@@ -1,0 +1,96 @@
+"""Which process of the job this is, whatever started it: deepspeed, torchrun, mpirun, srun or nothing.
+
+Everything downstream reads torch's own variables (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). deepspeed
+and torchrun set all of them; for the others they are filled in here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+
+from unifmoe_dist.errors import UserError
+
+# Variables of the rank, the rank on its node and the number of ranks. A launcher counts as present when all three are
+# set; Open MPI and MPICH come first because, inside a Slurm job, they start their own daemons through srun.
+_MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),  # Open MPI
+    ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),  # MPICH, Intel MPI
+)
+_SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")  # set by srun, not in a batch script
+_TORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+
+
+def _started_by(variables: tuple[str, str, str]) -> bool:
+    return all(name in os.environ for name in variables)
+
+
+def identify() -> None:
+    """Set RANK, LOCAL_RANK and WORLD_SIZE from the launcher's own variables; a lone process is a job of one rank.
+
+    Cheap: it touches no process group, so it may run before options are checked.
+    """
+    if "RANK" in os.environ:
+        return
+    for variables in (*_MPI, _SLURM):
+        if _started_by(variables):
+            os.environ.update({ours: os.environ[theirs] for ours, theirs in zip(_TORCH, variables, strict=True)})
+            return
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+
+
+def find_master() -> None:
+    """Set MASTER_ADDR and MASTER_PORT, where rank 0 will listen, unless the launcher did.
+
+    Under MPI this asks rank 0 through mpi4py, so all ranks must call it.
+
+    Raises:
+        UserError: started by mpirun, but mpi4py finds no MPI library.
+    """
+    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        return
+    if any(_started_by(variables) for variables in _MPI):
+        address, port = _ask_rank_0()
+    elif _started_by(_SLURM):
+        # The same on every rank without a message: the step's first node, and a port of this job's own.
+        address = first_host(os.environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))
+        port = 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000
+    else:
+        address, port = "127.0.0.1", _free_port()
+    os.environ.setdefault("MASTER_ADDR", address)
+    os.environ.setdefault("MASTER_PORT", str(port))
+
+
+def first_host(nodes: str) -> str:
+    """First host of a Slurm node list: "gpu[03-05,9],login" -> "gpu03"."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)  # up to the first comma outside brackets
+    if first is None:
+        raise UserError(f"the Slurm node list {nodes!r} names no host; set MASTER_ADDR to the first node's address.")
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
+
+
+def _ask_rank_0() -> tuple[str, int]:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise UserError(
+            f"the job was started by mpirun, but mpi4py finds no MPI library ({error}); install one, or set "
+            "MASTER_ADDR and MASTER_PORT to an address and free port of the first node."
+        ) from error
+    mine = (_address(), _free_port()) if MPI.COMM_WORLD.Get_rank() == 0 else None
+    return MPI.COMM_WORLD.bcast(mine, root=0)
+
+
+def _address() -> str:
+    """An address of this host that other nodes can reach; loopback if its name resolves to nothing else."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

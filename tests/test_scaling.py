@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 
 from unifmoe_dist.analysis import cost_model, scaling
@@ -22,6 +23,7 @@ from unifmoe_dist.analysis.step_split import PARTS, split_step
 from unifmoe_dist.analysis.volume import (
     Traffic,
     alltoall_volume,
+    counting_bytes,
     expected_traffic,
     measure_volume,
     minimum_volume,
@@ -78,6 +80,28 @@ def test_alltoall_sends_the_formula_and_at_most_the_minimum_plus_5_percent(world
     assert values["minimum"] < values["alltoall"] <= 1.05 * values["minimum"]
     assert values["tutel"] > values["alltoall"]
     assert (values["load_imbalance"] > 1.5) == skewed
+
+
+def tutel_bytes(rank, world):
+    """Bytes that Tutel's exchange hands to the collective, and its padded volume by the formula."""
+    from unifmoe_dist.dispatch.tutel import TutelDispatcher
+
+    torch.manual_seed(rank)
+    x, gates = torch.randn(50, 384, requires_grad=True), random_gates(50, 6).nan_to_num(0.5).requires_grad_()
+    traffic = Traffic.of(gates, 8, 4 * 384, world, rank)
+    capacity = torch.tensor(traffic.largest_load)
+    dist.all_reduce(capacity, op=dist.ReduceOp.MAX)
+    with counting_bytes() as count:
+        exchange = TutelDispatcher(dist.group.WORLD).dispatch(x, gates, torch.rand(50, 8) > 0.5)
+        rows = exchange.arrivals()
+        exchange.combine(rows.x * rows.gates.sum(1, keepdim=True)).sum().backward()
+    return count.bytes, tutel_volume(traffic, int(capacity)).total
+
+
+@pytest.mark.tutel
+def test_padded_volume_is_what_tutel_sends():
+    for counted, formula in run_ranks(2, tutel_bytes):
+        assert formula < counted < 1.01 * formula  # the block masks travel beside what Tutel would send
 
 
 def test_expected_traffic_is_the_mean_over_random_experts():

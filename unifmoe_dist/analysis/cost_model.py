@@ -9,9 +9,10 @@ The step is a sum of five terms. Each is fitted by non-negative least squares to
     all_reduce   per ring step, per byte
     optimizer    a constant, per parameter updated, per parameter held
 
-On a CPU whose cores ranks share, work takes `contention` times as long; that factor is given, not fitted. Larger
-clusters take the exchange's and the ring's coefficients from the link speeds given, all others from the fit: these hold
-for the device that was measured, so a fit on CPUs says nothing of the speed of GPUs.
+It describes the alltoall dispatcher; points of another one are left out. On a CPU whose cores ranks share, work takes
+`contention` times as long; that factor is given, not fitted. Larger clusters take the exchange's and the ring's
+coefficients from the link speeds given, all others from the fit: these hold for the device that was measured, so a fit
+on CPUs says nothing of the speed of GPUs.
 """
 
 from __future__ import annotations
@@ -196,6 +197,11 @@ class Check:
     held_out_errors: list[float]
 
 
+def described(points: Sequence[Point]) -> list[Point]:
+    """The points that the model is about: those of alltoall, and those where nothing travels."""
+    return [p for p in points if p.layout.dispatcher in ("alltoall", "local")]
+
+
 def hold_out(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
     """Points to fit and points to check: the largest K at each rank count, and every fourth of the others."""
     largest = {ranks: max(p.layout.experts for p in points if p.layout.ranks == ranks) for ranks in
@@ -211,6 +217,7 @@ def check(points: Sequence[Point], study: Study) -> Check:
     Raises:
         UserError: too few points, or points of several devices.
     """
+    points = described(points)
     devices = sorted({p.result.device for p in points})
     if len(devices) > 1:
         raise UserError(f"the points come from several devices ({', '.join(devices)}); fit a sweep of one device.")
@@ -301,7 +308,7 @@ def predict_cluster(model: CostModel, points: Sequence[Point], study: Study, clu
     Routing (C_B, k, imbalance) is taken from the measured point of that K with the most expert-parallel ranks.
     """
     best: dict[int, Point] = {}
-    for point in points:
+    for point in described(points):
         known = best.get(point.layout.experts)
         if known is None or point.layout.expert_parallel >= known.layout.expert_parallel:
             best[point.layout.experts] = point

@@ -6,7 +6,9 @@ import os
 import resource
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +205,9 @@ class _Point:
         self.config, self.study, self.ranks = config, study, ranks
         seed_everything(0)
         self.inputs, self.labels = _digits(config.data.batch_size // ranks.world_size, ranks)
+        for name in ("deepspeed.runtime.zero.stage_1_and_2", "deepspeed.runtime.zero.muon.muon_optimizer"):
+            with suppress(ImportError):  # modules loaded at the first step would count as memory of training
+                import_module(name)
         self.memory_before = _peak_memory(ranks.device)
         model = _backbone(study)
         model = upcycle(

@@ -11,6 +11,7 @@ from unifmoe_dist.dispatch import limit_load, make_dispatcher
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.kernels import grouped_block_ffn
+from unifmoe_dist.phases import phase
 from unifmoe_dist.routing import Router, Routing
 from unifmoe_dist.usage import Usage
 
@@ -86,15 +87,20 @@ class UniFMoELayer(nn.Module):
         return torch.zeros_like(tokens).index_copy(0, kept, output).view(x.shape)
 
     def _apply_to_tokens(self, x: Tensor) -> Tensor:
-        routing = limit_load(self.route(x), self.config.capacity_factor)
-        self.usage.update(routing)
-        trained = any(p.requires_grad for p in self.experts.parameters())
-        exchange = self.dispatcher.dispatch(x, routing.gates, ~routing.shared_blocks, trained)
-        # The shared expert needs no exchange: it is computed while tokens travel.
-        shared = grouped_block_ffn(x, routing.shared_demand[:, None], routing.shared_blocks, self.shared.weights())
-        arrived = exchange.arrivals()
-        residual = grouped_block_ffn(arrived.x, arrived.gates, arrived.blocks, self.experts.weights())
-        return shared + exchange.combine(residual)
+        with phase("route"):
+            routing = limit_load(self.route(x), self.config.capacity_factor)
+            self.usage.update(routing)
+        with phase("dispatch"):
+            trained = any(p.requires_grad for p in self.experts.parameters())
+            exchange = self.dispatcher.dispatch(x, routing.gates, ~routing.shared_blocks, trained)
+        with phase("shared_experts"):  # needs no exchange: it is computed while tokens travel
+            shared = grouped_block_ffn(x, routing.shared_demand[:, None], routing.shared_blocks, self.shared.weights())
+        with phase("dispatch"):
+            arrived = exchange.arrivals()
+        with phase("residual_experts"):
+            residual = grouped_block_ffn(arrived.x, arrived.gates, arrived.blocks, self.experts.weights())
+        with phase("combine"):
+            return shared + exchange.combine(residual)
 
     def route(self, x: Tensor) -> Routing:
         """Routing of x (..., model_dim), over tokens flattened to N, before any capacity limit."""

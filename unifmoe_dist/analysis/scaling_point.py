@@ -333,12 +333,12 @@ class _Tap:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.dispatcher, name)
 
-    def dispatch(self, x: Tensor, gates: Tensor, blocks: Tensor, *options: Any) -> Exchange:
+    def dispatch(self, x: Tensor, gates: Tensor, blocks: Tensor, trained: bool = True) -> Exchange:
         self.gates = gates.detach()
         self.row_bytes = x.shape[1] * x.element_size()
         self.chosen = int((self.gates != 0).sum())
         self.shared_blocks = int((~blocks).sum())
-        return _TappedExchange(self, self.dispatcher.dispatch(x, gates, blocks, *options))
+        return _TappedExchange(self, self.dispatcher.dispatch(x, gates, blocks, trained))
 
 
 class _TappedExchange:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 GATE_BYTES = 4
-_COUNT_BYTES = 4 * 8  # what alltoall announces to each peer: rows, gates and two gradient needs, int64
+_COUNT_BYTES = 4 * 8  # what alltoall announces to each peer: its rows, its gates, and who wants gradients, int64
 
 
 @dataclass(frozen=True)

@@ -43,26 +43,29 @@ class _AllToAllExchange:
         self, group: dist.ProcessGroup, size: int, x: Tensor, gates: Tensor, blocks: Tensor, needs: list[int]
     ) -> None:
         self.num_tokens, self.num_blocks, self.num_local = x.shape[0], blocks.shape[1], gates.shape[1] // size
-        gates_RNE = gates.reshape(x.shape[0], size, self.num_local).transpose(0, 1)  # E: experts of one rank
-        active_RNE = gates_RNE.detach() != 0  # true for NaN
+        gates_RNE = gates.reshape(x.shape[0], size, self.num_local).transpose(0, 1)  # R ranks, E experts of each
+        active_RNE = gates_RNE.detach() != 0  # true for NaN, so that a NaN token stays NaN
         goes_RN = active_RNE.any(-1)
         rank, token = goes_RN.nonzero(as_tuple=True)
         self.token = token
-        sent = torch.stack([goes_RN.sum(1), active_RNE.sum((1, 2))], dim=1)  # (ranks, 2): rows and gates
-        told = torch.cat([sent, sent.new_tensor(needs).expand(size, -1)], dim=1)
+
+        told = torch.stack([goes_RN.sum(1), active_RNE.sum((1, 2))], dim=1)  # rows and gates for each rank
+        told = torch.cat([told, told.new_tensor(needs).expand(size, -1)], dim=1)
         heard = torch.empty_like(told)
         dist.all_to_all_single(heard, told, group=group)
-        rows_out, gates_out, rows_in, gates_in, tokens_need, experts_need = torch.cat([sent, heard], dim=1).T.tolist()
+        rows_out, gates_out, *_, rows_in, gates_in, tokens_need, experts_need = torch.cat([told, heard], 1).T.tolist()
+        self.back = _Route(group, [rows_in], [rows_out])
+        self.comes_back = any(tokens_need) or any(experts_need)
+
         there = _Route(group, [rows_out, gates_out, rows_out], [rows_in, gates_in, rows_in])
-        self.back, self.comes_back = _Route(group, [rows_in], [rows_out]), any(tokens_need) or any(experts_need)
         bits = pack_bits(torch.cat([blocks[token], active_RNE[rank, token]], dim=1))
         self.flight = Flight(there, any(tokens_need)).launch(x[token], gates_RNE.masked_select(active_RNE), bits)
 
     @torch.compiler.disable
     def arrivals(self) -> Arrivals:
         x, gates, bits = self.flight.land()
-        masks = unpack_bits(bits, self.num_blocks + self.num_local)
-        blocks, active = masks.split([self.num_blocks, self.num_local], dim=1)
+        flags = unpack_bits(bits, self.num_blocks + self.num_local)
+        blocks, active = flags.split([self.num_blocks, self.num_local], dim=1)
         return Arrivals(x, gates.new_zeros(active.shape).masked_scatter(active, gates), blocks)
 
     @torch.compiler.disable
@@ -73,9 +76,9 @@ class _AllToAllExchange:
 
 
 class _Route:
-    """Row counts to and from every rank of a group, [tensor][rank], for each tensor of a crossing.
+    """Row counts to and from every rank of a group, for each of the tensors that travel together.
 
-    Tensors without gradients come last, so that the way back, which may carry fewer, needs no other counts.
+    The tensors that carry gradients come first: on the way back there are no others.
     """
 
     def __init__(self, group: dist.ProcessGroup, sent: list[list[int]], received: list[list[int]]) -> None:
@@ -89,21 +92,21 @@ class _Route:
 
 
 class _Crossing:
-    """Several tensors on their way along a route. What one rank is sent of them all is one run of bytes."""
+    """Several tensors on their way. What one rank is sent of them all is one run of bytes."""
 
     def __init__(self, route: _Route, tensors: tuple[Tensor, ...]) -> None:
         self.kinds = [(t.dtype, t.shape[1:]) for t in tensors]
         widths = [t.dtype.itemsize * t.shape[1:].numel() for t in tensors]
-        sent, self.received = _bytes_by_rank(route.sent, widths), _bytes_by_rank(route.received, widths)
+        self.bytes_in, bytes_out = _bytes_by_rank(route.received, widths), _bytes_by_rank(route.sent, widths)
         flat = [t.contiguous().view(-1).view(torch.uint8) for t in tensors]
-        self.sent = flat[0]  # kept alive until the work is done
+        self.sent = flat[0]  # kept until landed; a tensor that travels alone needs no packing
         if len(flat) > 1:
-            parts = [t.split([of_rank[i] for of_rank in sent]) for i, t in enumerate(flat)]
+            parts = [t.split([of_rank[i] for of_rank in bytes_out]) for i, t in enumerate(flat)]
             self.sent = torch.cat([part for of_rank in zip(*parts, strict=True) for part in of_rank])
-        totals_in, totals_out = ([sum(of_rank) for of_rank in table] for table in (self.received, sent))
-        self.buffer = self.sent.new_empty(sum(totals_in))
+        sizes_in, sizes_out = ([sum(of_rank) for of_rank in table] for table in (self.bytes_in, bytes_out))
+        self.buffer = self.sent.new_empty(sum(sizes_in))
         self.work = dist.all_to_all_single(
-            self.buffer, self.sent, totals_in, totals_out, group=route.group, async_op=True
+            self.buffer, self.sent, sizes_in, sizes_out, group=route.group, async_op=True
         )
 
     def land(self) -> tuple[Tensor, ...]:
@@ -111,12 +114,12 @@ class _Crossing:
         self.work.wait()
         flat = [self.buffer]
         if len(self.kinds) > 1:
-            parts = self.buffer.split([size for of_rank in self.received for size in of_rank])
-            flat = [torch.cat(parts[i :: len(self.kinds)]) for i in range(len(self.kinds))]  # a copy, so aligned
+            parts = self.buffer.split([size for of_rank in self.bytes_in for size in of_rank])
+            flat = [torch.cat(parts[i :: len(self.kinds)]) for i in range(len(self.kinds))]  # copies, so aligned
         return tuple(t.view(dtype).view(-1, *shape) for t, (dtype, shape) in zip(flat, self.kinds, strict=True))
 
 
 def _bytes_by_rank(counts: list[list[int]], widths: list[int]) -> list[list[int]]:
-    """Row counts [tensor][rank] and bytes per row of every tensor that travels -> bytes [rank][tensor]."""
-    rows = counts[: len(widths)]
-    return [[n * width for n, width in zip(of_rank, widths, strict=True)] for of_rank in zip(*rows, strict=True)]
+    """Row counts (tensors, ranks) of the first tensors, and bytes per row of each -> bytes (ranks, tensors)."""
+    chosen = counts[: len(widths)]
+    return [[n * width for n, width in zip(of_rank, widths, strict=True)] for of_rank in zip(*chosen, strict=True)]

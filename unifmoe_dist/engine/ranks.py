@@ -25,6 +25,7 @@ class Ranks:
         device: Device of this rank.
         expert_group: Ranks that share one set of residual experts; None when every rank holds all.
         expert_group_name: DeepSpeed's name of that grouping.
+        expert_rank: Rank inside expert_group.
         expert_replica: Which copy of the set of experts this rank belongs to.
     """
 
@@ -33,12 +34,8 @@ class Ranks:
     device: torch.device
     expert_group: dist.ProcessGroup | None = None
     expert_group_name: str | None = None
+    expert_rank: int = 0
     expert_replica: int = 0
-
-    @property
-    def expert_rank(self) -> int:
-        """This rank's place inside expert_group; 0 without one."""
-        return 0 if self.expert_group is None else dist.get_rank(self.expert_group)
 
     def all_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all ranks, as float64 on the CPU."""
@@ -101,7 +98,7 @@ def running_ranks(expert_parallel_size: int, placement: str = "near") -> Iterato
             groups._create_expert_and_data_parallel(expert_parallel_size, use_data_before_expert_parallel_=far)
             group = groups._get_expert_parallel_group(name)
             replica = dist.get_rank(groups._get_expert_data_parallel_group(name))
-            place = Ranks(place.rank, place.world_size, device, group, name, replica)
+            place = Ranks(place.rank, place.world_size, device, group, name, dist.get_rank(group), replica)
         yield place
         place.barrier()
     except BaseException:

@@ -40,7 +40,7 @@ def train(rank, world, folder, steps, stop=None, **options):
         trainer = Trainer(config, ranks, Path(folder))
         losses = []
         while trainer.step < (stop or steps):
-            sums = trainer.train_step()
+            sums = trainer.train_step().sums
             losses.append(float(ranks.all_sum(sums["task_loss"])) / world)
             if trainer.step % config.eval_every == 0:
                 trainer._validate_and_save(0.0)

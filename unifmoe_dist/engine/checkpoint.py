@@ -131,6 +131,7 @@ def save(
             write_text(temporary / "manifest.json", json.dumps(dict(sorted(files.items())), indent=1))
             if final.exists():  # left by a run that was killed before `latest` named it
                 shutil.rmtree(final)
+            flush(temporary)
             os.replace(temporary, final)
             flush(folder)
             write_text(folder / "latest", final.name)

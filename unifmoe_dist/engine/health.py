@@ -177,7 +177,7 @@ def _traced(model: nn.Module) -> Iterator[_Trace]:
             for tensor in _tensors(result):
                 if not trace.forward and not _finite(tensor):
                     trace.forward = name
-                if tensor.requires_grad:
+                if tensor.requires_grad and all(tensor is not given for given in args):  # not nn.Identity
                     tensor.register_hook(gradient)
 
         return output

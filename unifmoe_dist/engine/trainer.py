@@ -138,6 +138,7 @@ class Trainer:
         )  # fmt: skip
         self.step, self.best, self.best_step, self.seconds = 0, -1.0, 0, 0.0
         self.skipped, self.saved_step = 0, -1
+        self.signals = StopSignals()
         self.check = StepCheck(self.engine, ranks, scaled=config.parallel.precision == "fp16")
         seed_everything(config.seed + 1 + ranks.rank)  # dropout differs between ranks
         if config.resume:
@@ -145,11 +146,8 @@ class Trainer:
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
-    def train_step(self, signal: int = 0) -> StepResult:
+    def train_step(self) -> StepResult:
         """One optimiser step over all ranks.
-
-        Args:
-            signal: Number of a stop signal that reached this rank, or 0.
 
         Raises:
             UserError: a loss or gradient is not finite on some rank, and the run is to stop then.
@@ -163,7 +161,7 @@ class Trainer:
             self.check.note(loss)
             self.engine.backward(loss)
             if self.engine.is_gradient_accumulation_boundary():
-                verdict = self.check.agree(signal)
+                verdict = self.check.agree(self.signals.received)
             if verdict.finite:
                 self.engine.step()
             else:
@@ -228,9 +226,9 @@ class Trainer:
         started = time.perf_counter()
         window: list[dict[str, Tensor]] = []
         self.model.train()
-        with StopSignals() as signals:
+        with self.signals:
             while self.step < config.steps:
-                result = self.train_step(signals.received)
+                result = self.train_step()
                 if result.finite:
                     window.append(result.sums)
                 bar.update()

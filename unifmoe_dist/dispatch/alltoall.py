@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unifmoe_dist.dispatch.base import Arrivals
+from unifmoe_dist.errors import UserError
 
 
 class AllToAllDispatcher:
@@ -31,6 +32,12 @@ class AllToAllDispatcher:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AllToAllDispatcher:
         return self  # a process group cannot be copied, and the dispatcher holds nothing else
+
+    def __reduce__(self) -> Any:
+        raise UserError(
+            "a model whose experts are spread over ranks cannot be pickled: this rank holds only a part; save a "
+            "state_dict() on every rank, or train with launch/train.py and run launch/consolidate.py on the result."
+        )
 
     @torch.compiler.disable
     def dispatch(self, x: Tensor, gates: Tensor, blocks: Tensor) -> _AllToAllExchange:

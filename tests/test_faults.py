@@ -21,6 +21,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from test_training import make_config
 
+from unifmoe_dist.analysis.resume_plot import plot_resume
 from unifmoe_dist.dispatch import alltoall
 from unifmoe_dist.engine import checkpoint, evaluate
 from unifmoe_dist.engine.batches import TrainBatches
@@ -443,3 +444,15 @@ def test_the_newest_checkpoints_are_kept_and_offered(tmp_path):
     assert sorted(p.name for p in folder.iterdir() if p.is_dir()) == ["step-000001", "step-000003", "step-000004"]
     with pytest.raises(UserError, match=re.escape("step-000003 into ")):
         checkpoint.latest(tmp_path)  # it lacks progress.json
+
+
+def test_the_resume_plot_measures_distance(tmp_path):
+    for name, shift in (("whole", 0.0), ("resumed", 0.25)):
+        (tmp_path / name).mkdir()
+        records = [{"kind": "train", "step": s, "loss": 2.0 - s / 10 + shift * (s > 4)} for s in range(1, 9)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    resumed = {"1 rank": tmp_path / "resumed"}
+    gaps = plot_resume(("2 ranks", tmp_path / "whole"), resumed, 4, tmp_path / "resume.png")
+    assert gaps == {"1 rank": pytest.approx(0.25)} and (tmp_path / "resume.png").stat().st_size > 0
+    with pytest.raises(UserError, match="after 8"):
+        plot_resume(("2 ranks", tmp_path / "whole"), resumed, 8, tmp_path / "resume.png")

@@ -83,7 +83,12 @@ def test_resume_is_exact_on_one_rank(zero_stage, tmp_path):
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
 
 
-@pytest.mark.parametrize("before,after", [((2, 2), (1, 1)), ((1, 1), (2, 2)), ((2, 1), (2, 2)), ((4, 2), (4, 4))])
+@pytest.mark.parametrize(
+    "before,after",
+    [
+        ((2, 2), (1, 1)), ((1, 1), (2, 2)), ((2, 1), (2, 2)), ((4, 2), (4, 4)), ((4, 4), (1, 1)), ((4, 2), (2, 2)),
+    ],
+)  # fmt: skip
 def test_resume_at_another_layout(before, after, tmp_path):
     whole, weights = run_ranks(1, train, str(tmp_path / "whole"), 20, optimizer="adamw")[0]
     cut = str(tmp_path / "cut")

@@ -9,6 +9,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
+import numpy as np  # noqa: E402
 
 from unifmoe_dist.analysis.training_plots import _save, _style, read_metrics  # noqa: E402
 from unifmoe_dist.errors import UserError  # noqa: E402
@@ -49,6 +50,9 @@ def plot_resume(
         above.plot(list(losses), list(losses.values()), marker, markersize=size, markerfacecolor="none", label=label)
         # A difference of exactly 0 has no place on a log scale: it is left out.
         below.plot(list(gaps), [gap or float("nan") for gap in gaps.values()], marker + "-", markersize=3, label=label)
+    after = {step: value for step, value in whole.items() if step > saved_at}
+    rounding = [np.finfo(np.float32).eps * abs(value) for value in after.values()]
+    below.plot(list(after), rounding, "--", color="0.4", linewidth=1, label="float32 rounding of the loss")
     for axis in (above, below):
         axis.axvline(saved_at, color="0.4", linestyle=":", linewidth=1)
     above.annotate(f"checkpoint, step {saved_at}", (saved_at, 0.97), (4, 0), xycoords=("data", "axes fraction"),

@@ -61,13 +61,10 @@ class Lifeline:
         self._links: dict[socket.socket, _Link] = {}
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
-        place = None
-        if rank == 0:
-            self._listener = socket.create_server(("", 0), backlog=world_size)
-            host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-            place = json.dumps([host, self._listener.getsockname()[1], secrets.token_hex(16)])
-            self._selector.register(self._listener, selectors.EVENT_READ)
-        host, port, self._token = json.loads(share(place))
+        place = json.loads(share(json.dumps(self._open(world_size)) if rank == 0 else None))
+        if place is None:
+            raise OSError("rank 0 cannot open a port")
+        host, port, self._token = place
         if rank != 0:
             hub = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
             self._add(hub, _Link(rank=0))
@@ -93,6 +90,17 @@ class Lifeline:
                     end.shutdown(socket.SHUT_RDWR)  # wakes the listening thread, which closes all
                 except OSError:
                     pass  # closed by the other side
+
+    def _open(self, world_size: int) -> tuple[str, int, str] | None:
+        """Start to listen; returns where, and the word that shows who belongs to the job."""
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        try:
+            self._listener = socket.create_server(("", 0), family=family, backlog=world_size, dualstack_ipv6=both)
+        except OSError:
+            return None
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        return os.environ.get("MASTER_ADDR", "127.0.0.1"), self._listener.getsockname()[1], secrets.token_hex(16)
 
     # -- the listening thread ---------------------------------------------------------------------------------------
 

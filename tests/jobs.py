@@ -71,7 +71,7 @@ class RunningJob:
             process.start()
             self.processes.append(process)
 
-    def finish(self, timeout: float = 90) -> Job:
+    def finish(self, timeout: float = 60) -> Job:
         """Wait for all ranks; one that still runs after `timeout` seconds is a hang, and fails the test."""
         try:
             for process in self.processes:
@@ -87,5 +87,5 @@ class RunningJob:
 
 
 def run_job(folder: Path, world: int, words: Sequence[str], prepare: Callable | None = None, *args: Any,
-            timeout: float = 90, script: str = "train") -> Job:  # fmt: skip
+            timeout: float = 60, script: str = "train") -> Job:  # fmt: skip
     return RunningJob(folder, world, words, prepare, *args, script=script).finish(timeout)

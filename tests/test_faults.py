@@ -167,8 +167,6 @@ from unifmoe_dist.errors import UserError
 rank, how, step = os.environ["RANK"], {how!r}, TrainBatches.step
 def faulty(self, number):
     if number == 2 and rank == "1":
-        if how == "kill":
-            os.kill(os.getpid(), 9)
         raise ValueError("the true cause")
     return step(self, number)
 TrainBatches.step = faulty
@@ -180,7 +178,7 @@ run_main(main)
 """
 
 
-@pytest.mark.parametrize("launcher,how", [("deepspeed", "raise"), ("torchrun", "kill"), ("torchrun", "early")])
+@pytest.mark.parametrize("launcher,how", [("deepspeed", "raise"), ("torchrun", "early")])
 def test_under_a_launcher(launcher, how, tmp_path):
     script = tmp_path / "broken.py"
     script.write_text(BREAK.format(launch=str(ROOT / "launch"), how=how))
@@ -193,7 +191,6 @@ def test_under_a_launcher(launcher, how, tmp_path):
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, timeout=120)
     expected = {
         "raise": "ValueError: the true cause",
-        "kill": "rank 0 stops because rank 1 was lost",
         "early": "error: rank one alone knows better.",
     }[how]
     assert done.returncode != 0 and done.stdout.count(expected) == 1, done.stdout

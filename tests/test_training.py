@@ -45,7 +45,7 @@ def train(rank, world, folder, steps, stop=None, **options):
         trainer = Trainer(config, ranks, Path(folder))
         losses, norms = [], []
         while trainer.step < (stop or steps):
-            sums = trainer.train_step()
+            sums = trainer.train_step().sums
             losses.append(float(ranks.all_sum(sums["task_loss"])) / world)
             norms.append(float(trainer.engine.get_global_grad_norm() or 0.0))
             if trainer.step % config.eval_every == 0:
@@ -146,7 +146,12 @@ def test_resume_is_exact_on_one_rank(parallel, tmp_path):
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
 
 
-@pytest.mark.parametrize("before,after", [((2, 2), (1, 1)), ((1, 1), (2, 2)), ((2, 1), (2, 2)), ((4, 2), (4, 4))])
+@pytest.mark.parametrize(
+    "before,after",
+    [
+        ((2, 2), (1, 1)), ((1, 1), (2, 2)), ((2, 1), (2, 2)), ((4, 2), (4, 4)), ((4, 4), (1, 1)), ((4, 2), (2, 2)),
+    ],
+)  # fmt: skip
 def test_resume_at_another_layout(before, after, tmp_path):
     whole, weights, _ = run_ranks(1, train, str(tmp_path / "whole"), 20, optimizer="adamw")[0]
     cut = str(tmp_path / "cut")

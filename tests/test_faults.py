@@ -262,7 +262,8 @@ def train_spoiled(rank, world, folder, where, choice, zero_stage, leave_out=Fals
     "where,zero_stage,named",
     [
         ("input", 0, "rank 1: the input x"), ("weight", 1, "rank 1: the weight blocks.3.mlp.experts.keys"),
-        ("forward", 1, "rank 1: blocks.2.mlp gave values"), ("backward", 2, "rank 1: the gradient through blocks.2.mlp"),
+        ("forward", 1, "rank 1: blocks.2.mlp gave values"),
+        ("backward", 2, "rank 1: the gradient through blocks.2.mlp"),
     ],
 )  # fmt: skip
 def test_a_step_that_is_not_finite_is_named(where, zero_stage, named, tmp_path):

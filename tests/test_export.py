@@ -32,8 +32,8 @@ SHORT = [*SMALL, "--steps", "2"]
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sharded")
-    words = [*SHORT, "--parallel.expert_parallel_size", "2", "--output", str(folder / "run")]
-    assert run_job(folder, 2, words).statuses == [0, 0]
+    words = [*SHORT, "--parallel.expert_parallel_size", "2", "--model.capacity_factor", "0.5"]
+    assert run_job(folder, 2, [*words, "--output", str(folder / "run")]).statuses == [0, 0]
     return folder / "run"
 
 

@@ -148,7 +148,7 @@ def _describe(config: TrainConfig, model: Any) -> dict[str, Any]:
     from unifmoe_dist.data.timm_models import DIGITS_CFG
 
     made = getattr(model, "pretrained_cfg", None) or DIGITS_CFG
-    keys = ("layers", "num_experts", "num_blocks")
+    keys = ("layers", "num_experts", "num_blocks", "capacity_factor")
     return {
         "library": "timm",
         "architecture": made["architecture"],

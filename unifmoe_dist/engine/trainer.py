@@ -27,6 +27,7 @@ from unifmoe_dist.engine.health import StepCheck, Verdict, locate, skip_update
 from unifmoe_dist.engine.preemption import StopSignals
 from unifmoe_dist.engine.ranks import Ranks, seed_everything
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.phases import phase
 from unifmoe_dist.upcycling import moe_layers
 from unifmoe_dist.usage import UsageSummary
 
@@ -164,7 +165,8 @@ class Trainer:
             if self.engine.is_gradient_accumulation_boundary():
                 verdict = self.check.agree(self.signals.received)
             if verdict.finite:
-                self.engine.step()
+                with phase("optimizer"):
+                    self.engine.step()
             else:
                 self._refuse()
             for name, value in (("task_loss", task_loss), ("div_loss", div_loss), ("accuracy", hits)):

@@ -245,6 +245,13 @@ def test_options_that_do_not_fit(words, world, expected):
     assert all(word in str(error.value) for word in expected)
 
 
+def test_resume_keeps_the_options_of_the_run(tmp_path):
+    words = ["--model.num_experts", "4", "--optim.lr", "0.01", "--output", str(tmp_path)]
+    (tmp_path / "config.yaml").write_text(dump_train_config(parse_train_config([*words, "--steps", "30"])))
+    resumed = parse_train_config(["--resume", "--output", str(tmp_path), "--optim.lr", "0.02"])
+    assert (resumed.model.num_experts, resumed.steps, resumed.optim.lr, resumed.resume) == (4, 30, 0.02, True)
+
+
 def test_yaml_round_trip_and_shipped_configs(tmp_path):
     config = parse_train_config(["--model.layers", "[1,2]", "--optim.betas", "[0.8,0.9]", "--resume", "--output", "x"])
     assert config.resume and config.model.layers == [1, 2]
@@ -297,6 +304,7 @@ def other_model(rank, world, folder):
     config.model.num_blocks, config.model.num_experts, config.resume = 8, 6, True
     with pytest.raises(UserError, match="6|experts"):
         Trainer(config, Ranks(0, 1, torch.device("cpu")), Path(folder))
+    assert load_train_config(str(Path(folder) / "config.yaml")).model.num_experts == 4  # as the run was made
     return True
 
 

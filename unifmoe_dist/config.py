@@ -191,7 +191,7 @@ class TrainConfig:
         eval_every: Steps between evaluations; the best validation accuracy selects the checkpoint.
         log_every: Steps between lines in metrics.jsonl and TensorBoard.
         keep_checkpoints: Newest checkpoints to keep, besides the best.
-        resume: Continue from the last checkpoint in output.
+        resume: Continue from the last checkpoint in output, with that run's options unless others are given here.
         baseline: Also fit the linear classifier (digits) and report its accuracy beside the run's.
         progress: Show a progress bar on rank 0.
         model: What is trained.

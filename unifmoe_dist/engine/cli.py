@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
@@ -29,12 +30,17 @@ def train_parser(prog: str | None = None) -> ArgumentParser:
 def parse_train_config(arguments: Sequence[str], prog: str | None = None) -> TrainConfig:
     """Turn command-line words into a configuration.
 
+    A run that is resumed keeps the options it was started with; words on the command line change them.
+
     Raises:
         UserError: an unknown key, a wrong type or a missing file.
     """
-    parser = train_parser(prog)
+    parser, words = train_parser(prog), _tidy(arguments)
     try:
-        parsed = parser.parse_args(_tidy(arguments))
+        parsed = parser.parse_args(words)
+        saved = Path(parsed.output or "") / "config.yaml"
+        if parsed.resume and saved.is_file():
+            parsed = parser.parse_args(["--config", str(saved), *words])
     except ArgumentError as error:
         raise UserError(_one_sentence(str(error))) from error
     return as_config(parser, parsed)

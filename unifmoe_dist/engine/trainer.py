@@ -122,7 +122,6 @@ class Trainer:
         build.mark_experts(self.model, ranks)
         if ranks.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            checkpoint.write_text(folder / "config.yaml", dump_train_config(config))
         ranks.barrier()
         optimizer = build.build_optimizer(config, self.model, ranks)
         sharded = config.model.num_experts if ranks.expert_group is not None else None
@@ -145,6 +144,8 @@ class Trainer:
         seed_everything(config.seed + 1 + ranks.rank)  # dropout differs between ranks
         if config.resume:
             self._resume()
+        if ranks.rank == 0:  # last: options with which a run cannot go on must not replace those it was made with
+            checkpoint.write_text(folder / "config.yaml", dump_train_config(config))
 
     # -- one step ---------------------------------------------------------------------------------------------------
 

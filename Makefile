@@ -38,7 +38,7 @@ lint: $(STAMP) ## style (ruff) and types (mypy)
 	$(BIN)/mypy
 
 test: lint ## style, types and all tests (PYTEST_ARGS="-k name")
-	$(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -q --durations=10 $(PYTEST_ARGS)
+	$(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -q -n 2 --durations=10 $(PYTEST_ARGS)
 
 clean: ## remove .venv, build output and caches; runs are kept
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -49,6 +49,7 @@ setup(
         "pyyaml>=6.0",
         "jsonargparse[signatures]>=4.35",  # typed command lines and YAML straight from the configuration classes
         "tqdm>=4.66",
+        "psutil",
     ],
     extras_require={
         "tutel": TUTEL,

@@ -17,17 +17,17 @@ from unifmoe_dist.engine.cli import run_main
 CPU_RANKS = 2
 
 
-def launch(options: Sequence[str]) -> None:
-    """Run launch/train.py on all GPUs, or on two CPU ranks without one. Leaves with its status if it fails."""
+def launch(folder: Path, options: Sequence[str]) -> None:
+    """Run launch/train.py on all GPUs, or on two CPU ranks without one. Leaves if it fails or was stopped."""
     environment = dict(os.environ)
     command = ["deepspeed"]
     if not torch.cuda.is_available():
         environment["DS_ACCELERATOR"] = "cpu"
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // CPU_RANKS)))
         command += ["--num_accelerators", str(CPU_RANKS)]
-    command += [str(Path(__file__).with_name("train.py")), *options]
+    command += [str(Path(__file__).with_name("train.py")), *options, "--output", str(folder)]
     status = subprocess.run(command, env=environment).returncode
-    if status:
+    if status or not (folder / "summary.json").is_file():  # a run that was told to stop has saved and ends with 0
         sys.exit(status)
 
 
@@ -42,8 +42,8 @@ def free_folder(stem: str) -> Path:
 def main(arguments: Sequence[str]) -> None:
     folder = free_folder("main-job")
     unif, dense = folder / "unif", folder / "dense"
-    launch([*arguments, "--output", str(unif)])
-    launch([*arguments, "--model.moe", "none", "--baseline", "false", "--output", str(dense)])
+    launch(unif, arguments)
+    launch(dense, [*arguments, "--model.moe", "none", "--baseline", "false"])
     print(f"\n{comparison_table([unif, dense])}\n\nruns and plots: {folder}")
 
 

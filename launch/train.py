@@ -20,7 +20,7 @@ def main(arguments: Sequence[str]) -> None:
     with running_ranks(config.parallel.expert_parallel_size, config.parallel.expert_placement) as ranks:
         folder = Path(ranks.share(str(folder)))
         summary = Trainer(config, ranks, folder).fit()
-        if ranks.rank == 0:
+        if summary is not None and ranks.rank == 0:
             print(json.dumps(summary, indent=1))
             print(f"run folder: {folder}")
 

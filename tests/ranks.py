@@ -14,7 +14,10 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "unifmoe_dist.layer"])
+# What all ranks import is imported once, before they are forked. Not with a GPU: CUDA does not survive a fork.
+_HEAVY = ["sklearn.datasets", "timm", "transformers", "deepspeed", "torch.utils.tensorboard",
+          "unifmoe_dist.engine.trainer", "unifmoe_dist.analysis.training_plots"]  # fmt: skip
+_context.set_forkserver_preload(["torch", "unifmoe_dist.layer", *([] if torch.cuda.is_available() else _HEAVY)])
 
 
 def _main(rank: int, world: int, store: str, connection: Any, function: Callable[..., Any], args: tuple,

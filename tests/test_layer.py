@@ -247,6 +247,20 @@ def test_token_mask_costs_nothing_and_counts_nowhere():
         layer(x, token_mask=mask[:, :2])
 
 
+def test_usage_can_be_taken_back():
+    layer = make_layer()
+    empty = layer.usage.snapshot()
+    with torch.inference_mode():
+        layer(torch.randn(3, 16))
+    once = layer.usage.snapshot()
+    layer(torch.randn(4, 16))
+    assert layer.usage.totals[0] == 7
+    layer.usage.restore(once)
+    assert torch.equal(layer.usage.totals, once) and once[0] == 3
+    layer.usage.restore(empty)
+    assert not layer.usage.totals.any()
+
+
 @pytest.mark.parametrize("dtype,tol", [(torch.bfloat16, 5e-2), (torch.float16, 1e-2)])
 def test_half_precision(dtype, tol):
     layer = make_layer(d=32, hidden=64, blocks=8).to(dtype)

@@ -45,7 +45,7 @@ def train(rank, world, folder, steps, stop=None, **options):
         trainer = Trainer(config, ranks, Path(folder))
         losses, norms = [], []
         while trainer.step < (stop or steps):
-            sums = trainer.train_step()
+            sums = trainer.train_step().sums
             losses.append(float(ranks.all_sum(sums["task_loss"])) / world)
             norms.append(float(trainer.engine.get_global_grad_norm() or 0.0))
             if trainer.step % config.eval_every == 0:
@@ -146,7 +146,12 @@ def test_resume_is_exact_on_one_rank(parallel, tmp_path):
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
 
 
-@pytest.mark.parametrize("before,after", [((2, 2), (1, 1)), ((1, 1), (2, 2)), ((2, 1), (2, 2)), ((4, 2), (4, 4))])
+@pytest.mark.parametrize(
+    "before,after",
+    [
+        ((2, 2), (1, 1)), ((1, 1), (2, 2)), ((2, 1), (2, 2)), ((4, 2), (4, 4)), ((4, 4), (1, 1)), ((4, 2), (2, 2)),
+    ],
+)  # fmt: skip
 def test_resume_at_another_layout(before, after, tmp_path):
     whole, weights, _ = run_ranks(1, train, str(tmp_path / "whole"), 20, optimizer="adamw")[0]
     cut = str(tmp_path / "cut")
@@ -240,6 +245,13 @@ def test_options_that_do_not_fit(words, world, expected):
     assert all(word in str(error.value) for word in expected)
 
 
+def test_resume_keeps_the_options_of_the_run(tmp_path):
+    words = ["--model.num_experts", "4", "--optim.lr", "0.01", "--output", str(tmp_path)]
+    (tmp_path / "config.yaml").write_text(dump_train_config(parse_train_config([*words, "--steps", "30"])))
+    resumed = parse_train_config(["--resume", "--output", str(tmp_path), "--optim.lr", "0.02"])
+    assert (resumed.model.num_experts, resumed.steps, resumed.optim.lr, resumed.resume) == (4, 30, 0.02, True)
+
+
 def test_yaml_round_trip_and_shipped_configs(tmp_path):
     config = parse_train_config(["--model.layers", "[1,2]", "--optim.betas", "[0.8,0.9]", "--resume", "--output", "x"])
     assert config.resume and config.model.layers == [1, 2]
@@ -292,6 +304,7 @@ def other_model(rank, world, folder):
     config.model.num_blocks, config.model.num_experts, config.resume = 8, 6, True
     with pytest.raises(UserError, match="6|experts"):
         Trainer(config, Ranks(0, 1, torch.device("cpu")), Path(folder))
+    assert load_train_config(str(Path(folder) / "config.yaml")).model.num_experts == 4  # as the run was made
     return True
 
 

@@ -139,6 +139,8 @@ class OptimConfig:
         warmup_steps: Steps of linear warm-up.
         grad_clip: Largest global gradient norm; 0 clips nothing.
         lambda_div: Weight of the Gram (router diversity) loss.
+        on_nonfinite: What a loss or gradient that is not finite does on any rank: stop the run and name the place, or
+            skip that update on all ranks and count it. Overflow of scaled fp16 gradients is always skipped.
     """
 
     name: Literal["adamw", "adam", "sgd"] = "adamw"
@@ -150,6 +152,7 @@ class OptimConfig:
     warmup_steps: int = 60
     grad_clip: float = 1.0
     lambda_div: float = 0.01
+    on_nonfinite: Literal["stop", "skip"] = "stop"
 
 
 @dataclass
@@ -187,7 +190,8 @@ class TrainConfig:
         seed: Seed of Python, NumPy and torch on every rank.
         eval_every: Steps between evaluations; the best validation accuracy selects the checkpoint.
         log_every: Steps between lines in metrics.jsonl and TensorBoard.
-        resume: Continue from the last checkpoint in output.
+        keep_checkpoints: Newest checkpoints to keep, besides the best.
+        resume: Continue from the last checkpoint in output, with that run's options unless others are given here.
         baseline: Also fit the linear classifier (digits) and report its accuracy beside the run's.
         progress: Show a progress bar on rank 0.
         model: What is trained.
@@ -201,6 +205,7 @@ class TrainConfig:
     seed: int = 0
     eval_every: int = 100
     log_every: int = 10
+    keep_checkpoints: int = 2
     resume: bool = False
     baseline: bool = True
     progress: bool = True
@@ -215,6 +220,7 @@ class TrainConfig:
             "steps": self.steps,
             "eval_every": self.eval_every,
             "log_every": self.log_every,
+            "keep_checkpoints": self.keep_checkpoints,
             "data.batch_size": self.data.batch_size,
             "data.eval_batch_size": self.data.eval_batch_size,
             "parallel.expert_parallel_size": self.parallel.expert_parallel_size,

@@ -11,6 +11,7 @@ from unifmoe_dist.dispatch import LocalDispatcher, limit_load, make_dispatcher
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.kernels import block_ffn, masks_in_place, route_tokens, shared_and_residual_ffn
+from unifmoe_dist.phases import phase
 from unifmoe_dist.routing import Router, Routing
 from unifmoe_dist.usage import Usage
 
@@ -88,17 +89,22 @@ class UniFMoELayer(nn.Module):
         return torch.zeros_like(tokens).index_copy(0, kept, output).view(x.shape)
 
     def _apply_to_tokens(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
-        routing = limit_load(self._route(x, token_mask), self.config.capacity_factor)
-        self.usage.update(routing)
+        with phase("route"):
+            routing = limit_load(self._route(x, token_mask), self.config.capacity_factor)
+            self.usage.update(routing)
         if isinstance(self.dispatcher, LocalDispatcher):
             return shared_and_residual_ffn(x, routing, self.shared.weights(), self.experts.weights())
-        trained = any(p.requires_grad for p in self.experts.parameters())
-        exchange = self.dispatcher.dispatch(x, routing.gates, ~routing.shared_blocks, trained)
-        # The shared expert needs no exchange: it is computed while tokens travel.
-        shared = block_ffn(x, routing.shared_demand[:, None], routing.shared_blocks, self.shared.weights())
-        arrived = exchange.arrivals()
-        residual = block_ffn(arrived.x, arrived.gates, arrived.blocks, self.experts.weights())
-        return shared + exchange.combine(residual)
+        with phase("dispatch"):
+            trained = any(p.requires_grad for p in self.experts.parameters())
+            exchange = self.dispatcher.dispatch(x, routing.gates, ~routing.shared_blocks, trained)
+        with phase("shared_experts"):  # needs no exchange: it is computed while tokens travel
+            shared = block_ffn(x, routing.shared_demand[:, None], routing.shared_blocks, self.shared.weights())
+        with phase("dispatch"):
+            arrived = exchange.arrivals()
+        with phase("residual_experts"):
+            residual = block_ffn(arrived.x, arrived.gates, arrived.blocks, self.experts.weights())
+        with phase("combine"):
+            return shared + exchange.combine(residual)
 
     def route(self, x: Tensor) -> Routing:
         """Routing of x (..., model_dim), over tokens flattened to N, before any capacity limit."""

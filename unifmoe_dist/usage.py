@@ -86,6 +86,18 @@ class Usage:
             [torch.stack(sums), (routing.gates != 0).double().sum(0), routing.shared_blocks.double().sum(0)]
         )
 
+    def snapshot(self) -> Tensor | None:
+        """A copy of the totals, for `restore`."""
+        return None if self.totals is None else self.totals.clone()
+
+    def restore(self, snapshot: Tensor | None) -> None:
+        """Forget what was counted since the snapshot."""
+        if snapshot is None:
+            self.reset()
+        else:
+            assert self.totals is not None
+            self.totals.copy_(snapshot)
+
     def reset(self) -> None:
         if self.totals is not None:
             self.totals.zero_()

@@ -1,8 +1,9 @@
 """Expert-parallel exchange over torch.distributed, on gloo and NCCL.
 
-A token crosses to a rank once, whatever the number of its experts there, as one packed row of bytes: the token, its
-float32 gates for that rank's experts and its block mask as bits. The rank returns one summed row. Split sizes carry
-the variable counts, so nothing is padded and nothing dropped.
+A token crosses to a rank once, whatever the number of its experts there: its row, bits for its blocks and for its
+active experts there, and one float32 gate for each of those experts. The rank returns one summed row. All that one
+rank sends another is a single run of bytes, and split sizes carry the variable counts, so nothing is padded and
+nothing dropped.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unifmoe_dist.dispatch.base import Arrivals, gradient_needs
+from unifmoe_dist.dispatch.base import NOT_PICKLABLE, Arrivals, gradient_needs
 from unifmoe_dist.dispatch.bits import pack_bits, unpack_bits
 from unifmoe_dist.dispatch.flight import Flight
+from unifmoe_dist.errors import UserError
 
 
 class AllToAllDispatcher:
@@ -32,6 +34,9 @@ class AllToAllDispatcher:
     def __deepcopy__(self, memo: dict[int, Any]) -> AllToAllDispatcher:
         return self  # a process group cannot be copied, and the dispatcher holds nothing else
 
+    def __reduce__(self) -> Any:
+        raise UserError(NOT_PICKLABLE)
+
     @torch.compiler.disable
     def dispatch(self, x: Tensor, gates: Tensor, blocks: Tensor, trained: bool = True) -> _AllToAllExchange:
         return _AllToAllExchange(self.group, self.size, x, gates, blocks, gradient_needs(x, gates, trained))
@@ -41,26 +46,31 @@ class _AllToAllExchange:
     def __init__(
         self, group: dist.ProcessGroup, size: int, x: Tensor, gates: Tensor, blocks: Tensor, needs: list[int]
     ) -> None:
-        self.num_tokens, self.num_blocks = x.shape[0], blocks.shape[1]
-        gates_per_rank = gates.reshape(x.shape[0], size, gates.shape[1] // size)
-        goes = (gates_per_rank.detach() != 0).any(-1).T  # (ranks, N); true for NaN
-        rank, token = goes.nonzero(as_tuple=True)
+        self.num_tokens, self.num_blocks, self.num_local = x.shape[0], blocks.shape[1], gates.shape[1] // size
+        gates_RNE = gates.reshape(x.shape[0], size, self.num_local).transpose(0, 1)  # R ranks, E experts of each
+        active_RNE = gates_RNE.detach() != 0  # true for NaN, so that a NaN token stays NaN
+        goes_RN = active_RNE.any(-1)
+        rank, token = goes_RN.nonzero(as_tuple=True)
         self.token = token
-        sent = goes.sum(-1, keepdim=True)
-        told = torch.cat([sent, sent.new_tensor(needs).expand(size, -1)], dim=1)
+
+        told = torch.stack([goes_RN.sum(1), active_RNE.sum((1, 2))], dim=1)  # rows and gates for each rank
+        told = torch.cat([told, told.new_tensor(needs).expand(size, -1)], dim=1)
         heard = torch.empty_like(told)
         dist.all_to_all_single(heard, told, group=group)
-        rows_out, rows_in, tokens_need, experts_need = torch.cat([sent, heard], dim=1).T.tolist()
-        there = _Route(group, rows_out, rows_in)
-        self.back, self.comes_back = there.reversed(), any(tokens_need) or any(experts_need)
-        self.flight = Flight(there, any(tokens_need)).launch(
-            x[token], gates_per_rank[token, rank], pack_bits(blocks[token])
-        )
+        rows_out, gates_out, *_, rows_in, gates_in, tokens_need, experts_need = torch.cat([told, heard], 1).T.tolist()
+        self.back = _Route(group, [rows_in], [rows_out])
+        self.comes_back = any(tokens_need) or any(experts_need)
+
+        there = _Route(group, [rows_out, gates_out, rows_out], [rows_in, gates_in, rows_in])
+        bits = pack_bits(torch.cat([blocks[token], active_RNE[rank, token]], dim=1))
+        self.flight = Flight(there, any(tokens_need)).launch(x[token], gates_RNE.masked_select(active_RNE), bits)
 
     @torch.compiler.disable
     def arrivals(self) -> Arrivals:
         x, gates, bits = self.flight.land()
-        return Arrivals(x, gates, unpack_bits(bits, self.num_blocks))
+        flags = unpack_bits(bits, self.num_blocks + self.num_local)
+        blocks, active = flags.split([self.num_blocks, self.num_local], dim=1)
+        return Arrivals(x, gates.new_zeros(active.shape).masked_scatter(active, gates), blocks)
 
     @torch.compiler.disable
     def combine(self, rows: Tensor) -> Tensor:
@@ -70,9 +80,12 @@ class _AllToAllExchange:
 
 
 class _Route:
-    """Row counts to and from every rank of a group."""
+    """Row counts to and from every rank of a group, for each of the tensors that travel together.
 
-    def __init__(self, group: dist.ProcessGroup, sent: list[int], received: list[int]) -> None:
+    The tensors that carry gradients come first: on the way back there are no others.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, sent: list[list[int]], received: list[list[int]]) -> None:
         self.group, self.sent, self.received = group, sent, received
 
     def send(self, tensors: tuple[Tensor, ...]) -> _Crossing:
@@ -83,33 +96,34 @@ class _Route:
 
 
 class _Crossing:
-    """Rows of several tensors, packed side by side as bytes, on their way along a route."""
+    """Several tensors on their way. What one rank is sent of them all is one run of bytes."""
 
     def __init__(self, route: _Route, tensors: tuple[Tensor, ...]) -> None:
-        packed = torch.cat([_bytes(t) for t in tensors], dim=1)
-        self.kinds = [(t.dtype, t.shape[1]) for t in tensors]
-        self.buffer = packed.new_empty((sum(route.received), packed.shape[1]))
-        self.sent = packed  # kept alive until the work is done
+        self.kinds = [(t.dtype, t.shape[1:]) for t in tensors]
+        widths = [t.dtype.itemsize * t.shape[1:].numel() for t in tensors]
+        self.bytes_in, bytes_out = _bytes_by_rank(route.received, widths), _bytes_by_rank(route.sent, widths)
+        flat = [t.contiguous().view(-1).view(torch.uint8) for t in tensors]
+        self.sent = flat[0]  # kept until landed; a tensor that travels alone needs no packing
+        if len(flat) > 1:
+            parts = [t.split([of_rank[i] for of_rank in bytes_out]) for i, t in enumerate(flat)]
+            self.sent = torch.cat([part for of_rank in zip(*parts, strict=True) for part in of_rank])
+        sizes_in, sizes_out = ([sum(of_rank) for of_rank in table] for table in (self.bytes_in, bytes_out))
+        self.buffer = self.sent.new_empty(sum(sizes_in))
         self.work = dist.all_to_all_single(
-            self.buffer, packed, route.received, route.sent, group=route.group, async_op=True
+            self.buffer, self.sent, sizes_in, sizes_out, group=route.group, async_op=True
         )
 
     def land(self) -> tuple[Tensor, ...]:
         assert self.work is not None  # None only for a rank outside the group
         self.work.wait()
-        if len(self.kinds) == 1:
-            return (_typed(self.buffer, self.kinds[0]),)
-        parts = self.buffer.split([width * dtype.itemsize for dtype, width in self.kinds], dim=1)
-        # clone, not contiguous: a single row counts as contiguous wherever it starts, and may start at any byte.
-        copies = [part.clone(memory_format=torch.contiguous_format) for part in parts]
-        return tuple(_typed(copy, kind) for copy, kind in zip(copies, self.kinds, strict=True))
+        flat = [self.buffer]
+        if len(self.kinds) > 1:
+            parts = self.buffer.split([size for of_rank in self.bytes_in for size in of_rank])
+            flat = [torch.cat(parts[i :: len(self.kinds)]) for i in range(len(self.kinds))]  # copies, so aligned
+        return tuple(t.view(dtype).view(-1, *shape) for t, (dtype, shape) in zip(flat, self.kinds, strict=True))
 
 
-def _bytes(rows: Tensor) -> Tensor:
-    flat = rows.contiguous().view(-1).view(torch.uint8)
-    return flat.view(rows.shape[0], rows.shape[1] * rows.element_size())
-
-
-def _typed(rows: Tensor, kind: tuple[torch.dtype, int]) -> Tensor:
-    dtype, width = kind
-    return rows.view(-1).view(dtype).view(rows.shape[0], width)
+def _bytes_by_rank(counts: list[list[int]], widths: list[int]) -> list[list[int]]:
+    """Row counts (tensors, ranks) of the first tensors, and bytes per row of each -> bytes (ranks, tensors)."""
+    chosen = counts[: len(widths)]
+    return [[n * width for n, width in zip(of_rank, widths, strict=True)] for of_rank in zip(*chosen, strict=True)]

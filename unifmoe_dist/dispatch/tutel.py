@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unifmoe_dist.dispatch.base import Arrivals, gradient_needs
+from unifmoe_dist.dispatch.base import NOT_PICKLABLE, Arrivals, gradient_needs
 from unifmoe_dist.dispatch.bits import pack_bits, unpack_bits
 from unifmoe_dist.dispatch.flight import Flight
 from unifmoe_dist.errors import UserError
@@ -50,6 +50,11 @@ class TutelDispatcher:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TutelDispatcher:
         return self  # a process group cannot be copied, and the dispatcher holds nothing else
+
+    def __reduce__(self) -> Any:
+        if self.group is not None:
+            raise UserError(NOT_PICKLABLE)
+        return type(self), (None,)
 
     @torch.compiler.disable
     def dispatch(self, x: Tensor, gates: Tensor, blocks: Tensor, trained: bool = True) -> _TutelExchange:

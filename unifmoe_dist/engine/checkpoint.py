@@ -11,7 +11,8 @@
         progress.json           step, schedule, loss scale, metrics so far
         random-00000.safetensors      generator states of rank 0 ...
 
-A folder is written under a temporary name and renamed once every rank is done, so a name that exists is whole.
+A folder is written under a temporary name, flushed to the disk and renamed once every rank is done, so a name that
+exists is whole, whatever is killed and even if the power fails. Older checkpoints go only when `latest` is in place.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +42,21 @@ FORMAT = 1
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file in one step: a reader sees the old text or the new, never a part."""
+    """Replace a file in one step: a reader sees the old text or the new, never a part, even after a power failure."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text)
+    flush(temporary)
     os.replace(temporary, path)
+    flush(path.parent)
+
+
+def flush(path: Path) -> None:
+    """Have a file's contents, or a folder's names, on the disk before going on."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def expert_names(model: nn.Module) -> dict[str, tuple[str, int, int]]:
@@ -76,60 +90,84 @@ def split_by_expert(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, T
 def save(
     folder: Path, model: nn.Module, engine: Any, ranks: Ranks, progress: dict[str, Any], schedule: Any
 ) -> Path:
-    """Write one checkpoint; collective. Returns its folder, which exists only once it is whole."""
+    """Write one checkpoint; collective. Returns its folder, which exists only once it is whole.
+
+    Raises:
+        UserError: the disk is full or cannot be written; the checkpoints that exist stay as they are.
+    """
     final = folder / f"step-{progress['step']:06d}"
-    if final.exists():
-        return final
     temporary = folder / f".writing-{final.name}"
-    if ranks.rank == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+    with _explained(final):
+        if ranks.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
     ranks.barrier()
 
     experts = set(expert_names(model)) if ranks.expert_group is not None else set()
     states = optimizer_state.collect(engine, model)
     weights = {name: t.detach().cpu() for name, t in model.state_dict().items()}
+    mine: dict[str, dict[str, Tensor]] = {f"random-{ranks.rank:05d}": _random_state()}
     if ranks.rank == 0:
-        _save_pair(temporary, "dense", model, weights, states, lambda name: name not in experts)
+        mine.update(_pair("dense", model, weights, states, lambda name: name not in experts))
     if experts and ranks.expert_replica == 0:
-        name = next(iter(experts))
-        _, first, count = expert_names(model)[name]
-        _save_pair(
-            temporary,
-            f"experts-{first:03d}-{first + count:03d}",
-            model,
-            weights,
-            states,
-            experts.__contains__,
-        )
-    save_file(_random_state(), temporary / f"random-{ranks.rank:05d}.safetensors")
-    ranks.barrier()
+        _, first, count = expert_names(model)[next(iter(experts))]
+        stem = f"experts-{first:03d}-{first + count:03d}"
+        mine.update(_pair(stem, model, weights, states, experts.__contains__))
+    with _explained(final):
+        entries = {}
+        for stem, tensors in mine.items():
+            path = temporary / f"{stem}.safetensors"
+            save_file(tensors, path)
+            flush(path)
+            entries[path.name] = _entry(path)
+    written = ranks.gather(entries)  # also a barrier: everything is on the disk
     if ranks.rank == 0:
-        scaler = getattr(engine.optimizer, "loss_scaler", None)
-        extra = {
-            "format": FORMAT,
-            "world_size": ranks.world_size,
-            "optimizer_scalars": optimizer_state.collect_scalars(engine),
-            "lr": schedule.get_last_lr()[0],
-            "schedule": {k: v for k, v in schedule.state_dict().items() if isinstance(v, (int, float))},
-            "loss_scaler": {k: v for k, v in vars(scaler).items() if isinstance(v, (int, float))}
-            if scaler
-            else {},
-        }
-        write_text(temporary / "progress.json", json.dumps({**progress, **extra}, indent=1))
-        files = {
-            p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in sorted(temporary.iterdir())
-        }
-        write_text(temporary / "manifest.json", json.dumps(files, indent=1))
-        os.replace(temporary, final)
-        write_text(folder / "latest", final.name)
+        with _explained(final):
+            details = _layout_free_state(engine, schedule)
+            record = {**progress, "format": FORMAT, "world_size": ranks.world_size, **details}
+            write_text(temporary / "progress.json", json.dumps(record, indent=1))
+            files = {name: entry for part in written for name, entry in part.items()}
+            files["progress.json"] = _entry(temporary / "progress.json")
+            write_text(temporary / "manifest.json", json.dumps(dict(sorted(files.items())), indent=1))
+            if final.exists():  # left by a run that was killed before `latest` named it
+                shutil.rmtree(final)
+            flush(temporary)
+            os.replace(temporary, final)
+            flush(folder)
+            write_text(folder / "latest", final.name)
     ranks.barrier()
     return final
 
 
-def _save_pair(folder: Path, stem: str, model: nn.Module, weights: dict, states: dict, belongs: Any) -> None:
+@contextmanager
+def _explained(final: Path) -> Iterator[None]:
+    """Say which checkpoint could not be written, and that the others are intact."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        pointer = final.parent / "latest"
+        kept = f"; {pointer.read_text().strip()} is intact, continue from it with --resume" if pointer.is_file() else ""
+        raise UserError(
+            f"checkpoint {final} could not be written ({error}): free space or choose another --output{kept}."
+        ) from error
+
+
+def _layout_free_state(engine: Any, schedule: Any) -> dict[str, Any]:
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    return {
+        "optimizer_scalars": optimizer_state.collect_scalars(engine),
+        "lr": schedule.get_last_lr()[0],
+        "schedule": {k: v for k, v in schedule.state_dict().items() if isinstance(v, (int, float))},
+        "loss_scaler": {k: v for k, v in vars(scaler).items() if isinstance(v, (int, float))} if scaler else {},
+    }
+
+
+def _pair(
+    stem: str, model: nn.Module, weights: dict[str, Tensor], states: dict[str, dict[str, Tensor]],
+    belongs: Callable[[str], bool],
+) -> dict[str, dict[str, Tensor]]:  # fmt: skip
+    """The contents of a weight file and of its optimiser file, by stem."""
     chosen = split_by_expert(model, {n: t for n, t in weights.items() if belongs(n)})
-    save_file({n: t.contiguous() for n, t in _untied(chosen).items()}, folder / f"{stem}.safetensors")
     by_kind: dict[str, dict[str, Tensor]] = {}
     for name, state in states.items():
         if belongs(name):
@@ -140,7 +178,7 @@ def _save_pair(folder: Path, stem: str, model: nn.Module, weights: dict, states:
         for kind, tensors in by_kind.items()
         for name, tensor in split_by_expert(model, tensors).items()
     }
-    save_file(flat, folder / f"{stem}-optimizer.safetensors")
+    return {stem: {n: t.contiguous() for n, t in _untied(chosen).items()}, f"{stem}-optimizer": flat}
 
 
 def _untied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -149,28 +187,42 @@ def _untied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def latest(run: Path, name: str = "latest") -> Path:
-    """The folder of the last (or "best") complete checkpoint of a run, with its manifest checked.
+    """The folder of the last (or "best", or "step-N") complete checkpoint of a run, with its manifest checked.
 
     Raises:
         UserError: there is none, or a file is missing, cut short or altered.
     """
-    pointer = run / "checkpoints" / name
-    if not pointer.is_file():
+    checkpoints = run / "checkpoints"
+    if name.startswith("step-"):
+        number = name.removeprefix("step-")
+        folder = checkpoints / (f"step-{int(number):06d}" if number.isdecimal() else name)
+        if not folder.is_dir():
+            kept = ", ".join(path.name for path in complete(checkpoints)) or "none"
+            raise UserError(f"{run} holds no checkpoint {name}; it holds: {kept}.")
+    elif (checkpoints / name).is_file():
+        folder = checkpoints / (checkpoints / name).read_text().strip()
+    else:
         raise UserError(
             f"{run} holds no {name} checkpoint; start the run without --resume, or name another folder."
         )
-    folder = pointer.parent / pointer.read_text().strip()
     verify(folder)
     return folder
+
+
+def complete(checkpoints: Path) -> list[Path]:
+    """Folders of the checkpoints that were finished, oldest first. Their files are not read."""
+    return sorted(p for p in checkpoints.glob("step-*") if (p / "manifest.json").is_file())
 
 
 def verify(folder: Path) -> None:
     """Compare every file of a checkpoint with its manifest.
 
     Raises:
-        UserError: naming the first file that does not agree.
+        UserError: naming the first file that does not agree, and the newest other checkpoint.
     """
-    damaged = "it is damaged; delete that folder and point `latest` at an older one, or start anew."
+    others = [path.name for path in complete(folder.parent) if path != folder]
+    instead = f"write {others[-1]} into {folder.parent / 'latest'} to continue from there" if others else "start anew"
+    damaged = f"it is damaged; delete that folder and {instead}."
     try:
         files = json.loads((folder / "manifest.json").read_text())
         json.loads((folder / "progress.json").read_text())
@@ -297,12 +349,22 @@ def _restore_random_state(state: dict[str, Tensor]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def prune(folder: Path) -> None:
-    """Delete checkpoints that neither `latest` nor `best` names, and leftovers of interrupted writes."""
-    kept = {p.read_text().strip() for p in (folder / "latest", folder / "best") if p.is_file()}
+def prune(folder: Path, keep: int) -> None:
+    """Delete what is not needed to go on.
+
+    Kept are `latest`, `best` and the `keep` - 1 newest before `latest`. Others go: older ones, leftovers of
+    interrupted writes, and checkpoints after `latest`, which a run that was killed or rewound will write again.
+    """
+    pointers = {p.name: p.read_text().strip() for p in (folder / "latest", folder / "best") if p.is_file()}
+    names = [path.name for path in complete(folder) if path.name <= pointers["latest"]]
+    kept = {*pointers.values(), *names[-keep:]}
     for path in folder.iterdir():
         if path.is_dir() and path.name not in kept and path.name.startswith(("step-", ".writing-")):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def _sha256(path: Path) -> str:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import time
-import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.engine import failure
 from unifmoe_dist.errors import UserError
-
-USER_ERROR_STATUS = 2
-_GRACE_SECONDS = 2.0
 
 
 def train_parser(prog: str | None = None) -> ArgumentParser:
@@ -34,12 +30,17 @@ def train_parser(prog: str | None = None) -> ArgumentParser:
 def parse_train_config(arguments: Sequence[str], prog: str | None = None) -> TrainConfig:
     """Turn command-line words into a configuration.
 
+    A run that is resumed keeps the options it was started with; words on the command line change them.
+
     Raises:
         UserError: an unknown key, a wrong type or a missing file.
     """
-    parser = train_parser(prog)
+    parser, words = train_parser(prog), _tidy(arguments)
     try:
-        parsed = parser.parse_args(_tidy(arguments))
+        parsed = parser.parse_args(words)
+        saved = Path(parsed.output or "") / "config.yaml"
+        if parsed.resume and saved.is_file():
+            parsed = parser.parse_args(["--config", str(saved), *words])
     except ArgumentError as error:
         raise UserError(_one_sentence(str(error))) from error
     return as_config(parser, parsed)
@@ -89,27 +90,14 @@ def _one_sentence(message: str) -> str:
 def run_main(main: Callable[[Sequence[str]], None]) -> None:
     """Run a command. A UserError prints one sentence, once per node, and exits with status 2 without a traceback.
 
-    Any other error prints its traceback and exits with status 1 at once, so that the launcher takes the other ranks
-    down instead of letting them wait for this one.
+    Any other error prints its traceback and exits with status 1 at once, and takes the other ranks down instead of
+    letting them wait for this one.
     """
     try:
         main(sys.argv[1:])
-    except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(
-                _GRACE_SECONDS
-            )  # a launcher kills all ranks once one is gone: let the message out first
-        _leave(USER_ERROR_STATUS)
-    except Exception:
-        rank = os.environ.get("RANK", "0")
-        print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        _leave(1)
-
-
-def _leave(status: int) -> None:
-    # Not sys.exit: interpreter shutdown with a live process group can abort or wait for ranks that never come.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    except SystemExit as error:
+        if not failure.in_job():
+            raise
+        failure.leave_for(error)
+    except BaseException as error:
+        failure.leave_for(error)

@@ -7,12 +7,14 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from unifmoe_dist.engine import launchers
+from unifmoe_dist.engine import failure, launchers
+from unifmoe_dist.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Ranks:
         device: Device of this rank.
         expert_group: Ranks that share one set of residual experts; None when every rank holds all.
         expert_group_name: DeepSpeed's name of that grouping.
+        expert_rank: Rank inside expert_group.
         expert_replica: Which copy of the set of experts this rank belongs to.
     """
 
@@ -33,6 +36,7 @@ class Ranks:
     device: torch.device
     expert_group: dist.ProcessGroup | None = None
     expert_group_name: str | None = None
+    expert_rank: int = 0
     expert_replica: int = 0
 
     def all_sum(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -45,6 +49,14 @@ class Ranks:
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's (picklable) value, in rank order, on every rank."""
+        values: list[Any] = [value]
+        if self.world_size > 1:
+            values *= self.world_size
+            dist.all_gather_object(values, value)
+        return values
 
     def share(self, value: str | None) -> str:
         """Rank 0's string, on every rank."""
@@ -87,7 +99,13 @@ def running_ranks(expert_parallel_size: int, placement: str = "near") -> Iterato
     elif "OMP_NUM_THREADS" not in os.environ:  # ranks that each take every core slow one another down
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
-    deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", verbose=False)
+    try:
+        deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", verbose=False)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        port = os.environ.get("MASTER_PORT")
+        raise UserError(f"port {port} is in use; give the launcher another with --master_port.") from error
     place = Ranks(dist.get_rank(), dist.get_world_size(), device)
     try:
         if expert_parallel_size > 1:
@@ -96,9 +114,10 @@ def running_ranks(expert_parallel_size: int, placement: str = "near") -> Iterato
             groups._create_expert_and_data_parallel(expert_parallel_size, use_data_before_expert_parallel_=far)
             group = groups._get_expert_parallel_group(name)
             replica = dist.get_rank(groups._get_expert_data_parallel_group(name))
-            place = Ranks(place.rank, place.world_size, device, group, name, replica)
-        yield place
-        place.barrier()
+            place = Ranks(place.rank, place.world_size, device, group, name, dist.get_rank(group), replica)
+        with failure.watched(place):
+            yield place
+            place.barrier()
     except BaseException:
         raise  # a failing rank must not wait for the others: the caller exits at once
     else:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import torch
@@ -17,13 +18,16 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from unifmoe_dist.config import TrainConfig
-from unifmoe_dist.data.base import TaskData
+from unifmoe_dist.data.base import Batch, TaskData
 from unifmoe_dist.engine import build, checkpoint, clipping
 from unifmoe_dist.engine.batches import TrainBatches
 from unifmoe_dist.engine.cli import dump_train_config
 from unifmoe_dist.engine.evaluate import Score, collect_usage, evaluate, logits_of, to_device
+from unifmoe_dist.engine.health import StepCheck, Verdict, locate, skip_update
+from unifmoe_dist.engine.preemption import StopSignals
 from unifmoe_dist.engine.ranks import Ranks, seed_everything
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.phases import phase
 from unifmoe_dist.upcycling import moe_layers
 from unifmoe_dist.usage import UsageSummary
 
@@ -48,6 +52,21 @@ def choose_folder(config: TrainConfig) -> Path:
     while (folder := Path(stem if number == 1 else f"{stem}-{number}")).exists():
         number += 1
     return folder
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One training step.
+
+    Args:
+        sums: This rank's mean "task_loss", "div_loss" and "accuracy", as tensors.
+        finite: Whether losses and gradients were finite on all ranks; otherwise the update was skipped.
+        signal: Number of a stop signal that reached some rank, or 0.
+    """
+
+    sums: dict[str, Tensor]
+    finite: bool
+    signal: int
 
 
 class TrainingModel(nn.Module):
@@ -103,7 +122,6 @@ class Trainer:
         build.mark_experts(self.model, ranks)
         if ranks.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            checkpoint.write_text(folder / "config.yaml", dump_train_config(config))
         ranks.barrier()
         optimizer = build.build_optimizer(config, self.model, ranks)
         sharded = config.model.num_experts if ranks.expert_group is not None else None
@@ -119,37 +137,91 @@ class Trainer:
             self.task, config.data.batch_size, config.seed, ranks.rank, ranks.world_size,
             config.parallel.gradient_accumulation,
         )  # fmt: skip
-        self.step, self.best, self.seconds = 0, -1.0, 0.0
-        self.records: list[dict[str, Any]] = []
+        self.step, self.best, self.best_step, self.seconds = 0, -1.0, 0, 0.0
+        self.skipped, self.saved_step = 0, -1
+        self.signals = StopSignals()
+        self.check = StepCheck(self.engine, ranks, scaled=config.parallel.precision == "fp16")
         seed_everything(config.seed + 1 + ranks.rank)  # dropout differs between ranks
         if config.resume:
             self._resume()
+        if ranks.rank == 0:  # last: options with which a run cannot go on must not replace those it was made with
+            checkpoint.write_text(folder / "config.yaml", dump_train_config(config))
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
-    def train_step(self) -> dict[str, Tensor]:
-        """One optimiser step. Returns this rank's mean task loss, Gram loss and accuracy as tensors."""
+    def train_step(self) -> StepResult:
+        """One optimiser step over all ranks.
+
+        Raises:
+            UserError: a loss or gradient is not finite on some rank, and the run is to stop then.
+        """
         sums: dict[str, Tensor] = {}
-        for inputs, labels in self.batches.step(self.step):
-            labels = labels.to(self.ranks.device)
-            logits = logits_of(self.engine(**to_device(inputs, self.ranks.device, self.dtype)))
-            task_loss = F.cross_entropy(logits.float(), labels)
-            div_loss = sum(
-                (layer.diversity_loss() for layer in self.layers.values()), torch.zeros_like(task_loss)
-            )
-            self.engine.backward(task_loss + self.config.optim.lambda_div * div_loss)
-            self.engine.step()
-            hits = (logits.argmax(-1) == labels).float().mean()
+        verdict = Verdict(True, 0)
+        usage = {layer: layer.usage.snapshot() for layer in self.layers.values()}
+        for batch in self.batches.step(self.step):
+            task_loss, div_loss, hits = self._losses(self.engine, batch)
+            loss = task_loss + self.config.optim.lambda_div * div_loss
+            self.check.note(loss)
+            self.engine.backward(loss)
+            if self.engine.is_gradient_accumulation_boundary():
+                verdict = self.check.agree(self.signals.received)
+            if verdict.finite:
+                with phase("optimizer"):
+                    self.engine.step()
+            else:
+                self._refuse()
             for name, value in (("task_loss", task_loss), ("div_loss", div_loss), ("accuracy", hits)):
                 part = value.detach().double() / self.config.parallel.gradient_accumulation
                 sums[name] = sums[name] + part if name in sums else part
         self.step += 1
-        return sums
+        if not verdict.finite:
+            for layer, totals in usage.items():  # as if this batch had never been seen
+                layer.usage.restore(totals)
+        applied = verdict.finite and self.engine.was_step_applied()
+        self.skipped += not applied
+        return StepResult(sums, verdict.finite, verdict.signal)
+
+    def _losses(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Task loss, Gram loss and accuracy of one batch."""
+        labels = batch[1].to(self.ranks.device)
+        logits = logits_of(model(**self._inputs(batch)))
+        task_loss = F.cross_entropy(logits.float(), labels)
+        div_loss = sum((layer.diversity_loss() for layer in self.layers.values()), torch.zeros_like(task_loss))
+        return task_loss, div_loss, (logits.argmax(-1) == labels).float().mean()
+
+    def _inputs(self, batch: Batch) -> dict[str, Tensor]:
+        return to_device(batch[0], self.ranks.device, self.dtype)
+
+    def _refuse(self) -> None:
+        """Do not apply a step that is not finite: name the place, then stop or drop the update; collective."""
+        stop = self.config.optim.on_nonfinite == "stop"
+        if not stop and self.skipped:  # the first skip has been explained
+            return skip_update(self.engine)
+
+        def loss_of(batch: Batch) -> Tensor:
+            task_loss, div_loss, _ = self._losses(self.model, batch)
+            return task_loss + self.config.optim.lambda_div * div_loss
+
+        place, in_weights = locate(self.model, self.batches.step(self.step), loss_of, self.ranks, self._inputs)
+        what = f"step {self.step + 1}: a loss or gradient is not finite; first seen on {place}"
+        if stop or in_weights:  # a weight that is not finite stays so: no later step can be better
+            saved = f"step {self.saved_step} is saved" if self.saved_step >= 0 else "no checkpoint has been written yet"
+            raise UserError(
+                f"{what}. The update was not applied and {saved}; lower optim.lr, look at the data of that step, or "
+                "drop such updates with --optim.on_nonfinite skip."
+            )
+        if self.ranks.rank == 0:
+            tqdm.write(f"warning: {what}. This update is skipped; further ones are counted in metrics.jsonl.")
+        skip_update(self.engine)
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
-    def fit(self) -> dict[str, Any]:
-        """Train to the last step, select the best checkpoint by validation, test it, write summary and plots."""
+    def fit(self) -> dict[str, Any] | None:
+        """Train to the last step, select the best checkpoint by validation, test it, write summary and plots.
+
+        Returns:
+            The summary, or None after a stop signal: then the run is saved at its last step, to be resumed.
+        """
         config = self.config
         bar = tqdm(
             total=config.steps, initial=self.step, desc=self.task.name, dynamic_ncols=True, mininterval=1.0,
@@ -158,23 +230,38 @@ class Trainer:
         started = time.perf_counter()
         window: list[dict[str, Tensor]] = []
         self.model.train()
-        while self.step < config.steps:
-            window.append(self.train_step())
-            bar.update()
-            last = self.step == config.steps
-            checked = last or self.step % config.eval_every == 0
-            if checked or self.step % config.log_every == 0:
-                bar.set_postfix_str(self._log_training(window))
-                window = []
-            if checked:
+        with self.signals:
+            while self.step < config.steps:
+                result = self.train_step()
+                if result.finite:
+                    window.append(result.sums)
+                bar.update()
+                last = self.step == config.steps
+                checked = last or self.step % config.eval_every == 0
+                if checked or result.signal or self.step % config.log_every == 0:
+                    bar.set_postfix_str(self._log_training(window))
+                    window = []
                 seconds = self.seconds + time.perf_counter() - started
-                self._validate_and_save(seconds)
+                if checked:
+                    self._validate_and_save(seconds)
+                elif result.signal:
+                    self._save(seconds, better=False)
+                if result.signal:
+                    bar.close()
+                    self._say_saved(result.signal)
+                    return None
         bar.close()
         self.seconds += time.perf_counter() - started
         return self._finish()
 
+    def _say_saved(self, signal: int) -> None:
+        if self.ranks.rank == 0:
+            print(f"saved at step {self.step} after {Signals(signal).name}; continue with --resume", flush=True)
+
     def _log_training(self, window: list[dict[str, Tensor]]) -> str:
         names = ("task_loss", "div_loss", "accuracy")
+        if not window:
+            return f"{self.skipped} updates skipped"
         local = torch.stack([torch.stack([entry[n] for n in names]) for entry in window]).mean(0)
         means = dict(zip(names, (self.ranks.all_sum(local) / self.ranks.world_size).tolist(), strict=True))
         usage = collect_usage(self.model, self.ranks)
@@ -185,6 +272,7 @@ class Trainer:
             "loss": loss,
             **means,
             "lr": self.schedule.get_last_lr()[0],
+            "skipped_steps": self.skipped,
         }
         self._record(record, usage)
         text = f"loss {loss:.3f} acc {means['accuracy']:.3f}"
@@ -201,17 +289,24 @@ class Trainer:
     def _validate_and_save(self, seconds: float) -> None:
         score = self._evaluate(self.task.validation)
         better = score.accuracy > self.best
-        self.best = max(self.best, score.accuracy)
+        if better:
+            self.best, self.best_step = score.accuracy, self.step
         record = {"kind": "validation", "step": self.step, "accuracy": score.accuracy, "best": self.best}
         self._record({**record, "per_environment": score.per_dataset}, score.usage)
-        progress = {"step": self.step, "best": self.best, "seconds": seconds}
-        saved = checkpoint.save(
-            self.folder / "checkpoints", self.model, self.engine, self.ranks, progress, self.schedule
-        )
+        self._save(seconds, better)
+
+    def _save(self, seconds: float, better: bool) -> None:
+        progress = {
+            "step": self.step, "best": self.best, "best_step": self.best_step, "seconds": seconds,
+            "skipped_steps": self.skipped,
+        }  # fmt: skip
+        folder = self.folder / "checkpoints"
+        saved = checkpoint.save(folder, self.model, self.engine, self.ranks, progress, self.schedule)
+        self.saved_step = self.step
         if self.ranks.rank == 0:
             if better:
-                checkpoint.write_text(self.folder / "checkpoints" / "best", saved.name)
-            checkpoint.prune(self.folder / "checkpoints")
+                checkpoint.write_text(folder / "best", saved.name)
+            checkpoint.prune(folder, self.config.keep_checkpoints)
         self.ranks.barrier()  # `best` must be in place before any rank reads it
 
     def _finish(self) -> dict[str, Any]:
@@ -220,6 +315,7 @@ class Trainer:
         score = self._evaluate(self.task.test)
         summary = summarise(self.config, score, self.ranks.world_size, self.seconds)
         summary.update(steps=self.step, best_step=int(best.name.split("-")[1]), validation_accuracy=self.best)
+        summary["skipped_steps"] = self.skipped
         if self.config.baseline and self.config.data.task == "digits" and self.ranks.rank == 0:
             from unifmoe_dist.data.digits import linear_baseline
 
@@ -259,6 +355,16 @@ class Trainer:
         folder = checkpoint.latest(self.folder)
         progress = checkpoint.load(folder, self.model, self.engine, self.ranks, self.schedule)
         self.step, self.best, self.seconds = progress["step"], progress["best"], progress["seconds"]
+        self.best_step, self.skipped = progress["best_step"], progress["skipped_steps"]
+        self.saved_step = self.step
+        best = folder.parent / f"step-{self.best_step:06d}"
+        if not best.is_dir():  # nothing was validated yet, or the run was taken back to before its best
+            self.best, self.best_step = -1.0, 0
+        self.ranks.barrier()
+        if self.ranks.rank == 0:
+            if self.best_step:  # the run may have been killed before it could name its best checkpoint
+                checkpoint.write_text(folder.parent / "best", best.name)
+            checkpoint.prune(folder.parent, self.config.keep_checkpoints)
         metrics = self.folder / "metrics.jsonl"
         if self.ranks.rank == 0 and metrics.is_file():
             # Lines written after the checkpoint will be written again.

@@ -17,6 +17,7 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import ExpertWeights
 from unifmoe_dist.kernels.grouped import grouped_block_ffn
 from unifmoe_dist.kernels.reference import reference_block_ffn
+from unifmoe_dist.phases import phase
 from unifmoe_dist.routing import Router, Routing
 
 KERNELS = ("auto", "triton", "grouped", "reference")
@@ -65,10 +66,15 @@ def shared_and_residual_ffn(x_ND: Tensor, routing: Routing, shared: ExpertWeight
     if _triton_for(x_ND, residual):
         from unifmoe_dist.kernels.triton_ffn import TritonOptions, triton_block_ffn
 
-        gates = torch.cat([routing.shared_demand[:, None], routing.gates], dim=1)
-        return triton_block_ffn(x_ND, gates, routing.shared_blocks, residual, shared, TritonOptions(**_options))
-    shared_output = block_ffn(x_ND, routing.shared_demand[:, None], routing.shared_blocks, shared)
-    return shared_output + block_ffn(x_ND, routing.gates, ~routing.shared_blocks, residual)
+        with phase("residual_experts"):  # and the shared one
+            gates = torch.cat([routing.shared_demand[:, None], routing.gates], dim=1)
+            return triton_block_ffn(x_ND, gates, routing.shared_blocks, residual, shared, TritonOptions(**_options))
+    with phase("shared_experts"):
+        shared_output = block_ffn(x_ND, routing.shared_demand[:, None], routing.shared_blocks, shared)
+    with phase("residual_experts"):
+        residual_output = block_ffn(x_ND, routing.gates, ~routing.shared_blocks, residual)
+    with phase("combine"):
+        return shared_output + residual_output
 
 
 def route_tokens(

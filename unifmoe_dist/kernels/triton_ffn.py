@@ -6,7 +6,8 @@ Work and memory, per row (one block of one token), M channels in a block, comput
   cut into equal parts that fit in registers.
 - a row's output (D values) is stored and a second kernel adds the rows of each token in ascending order: 4 D bytes
   per row for 4 M D operations, hidden behind the products on the way out. Sums are float32 and have one order, so
-  results repeat bit for bit with the same tiles. `atomic=True` adds rows in float32 where they belong, in any order: no workspace.
+  results repeat bit for bit with the same tiles. `atomic=True` adds rows in float32 where they belong, in any order,
+  without a workspace.
 - the number of rows is known only on the device and may reach N (1 + K (B - 1)). Rather than a buffer for the worst
   case, the workspace holds `workspace_bytes` (by default rows for 2 B blocks a token, at most 256 MiB or 16 times
   the tokens' own bytes, whichever is more: what a top-2 layer with H = 4 D keeps of its activations), and tiles are

@@ -1,0 +1,123 @@
+#!/usr/bin/env python
+"""Scaling study on this machine's ranks, and predictions for larger clusters.
+
+    python launch/scale.py --experts 2 4 8 16 32 64 --ranks 1 2 4 --output runs/scale    sweep, plot and fit
+    python launch/scale.py --predict runs/scale --nodes 4 --gpus-per-node 8              predict from a sweep
+    python launch/scale.py --volume                                  bytes: ours, the minimum and Tutel's
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+from unifmoe_dist.config import ParallelConfig
+from unifmoe_dist.dispatch import DISPATCHERS
+from unifmoe_dist.engine.cli import run_main
+from unifmoe_dist.errors import UserError
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="scale.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sweep = result.add_argument_group("sweep: all combinations are measured; a re-run measures what is missing")
+    for name, default, text in (
+        ("--experts", [2, 4, 8, 16, 32, 64], "residual experts K (2 to 64)"),
+        ("--ranks", None, "world sizes (1 2 4; with GPUs, powers of 2 up to their number)"),
+        ("--expert-parallel-size", [0], "ranks that share the experts; 0: the largest dividing K and the ranks (0)"),
+        ("--batch", [32], "images of 5 tokens per rank and step (32)"),
+    ):
+        sweep.add_argument(name, type=int, nargs="+", metavar="N", default=default, help=text)
+    sweep.add_argument("--dispatcher", nargs="+", choices=DISPATCHERS, default=["auto"], help="dispatchers (auto)")
+    stages = get_args(get_type_hints(ParallelConfig)["zero_stage"])
+    sweep.add_argument("--zero", type=int, nargs="+", choices=stages, default=[1], help="ZeRO stages (1)")
+    sweep.add_argument("--output", type=Path, default=Path("runs/scale"), help="folder of the study (runs/scale)")
+    study = result.add_argument_group("what all points of a sweep have in common")
+    study.add_argument("--width", type=int, default=128, help="model width; experts are 4 times as wide (128)")
+    study.add_argument("--depth", type=int, default=4, help="transformer layers; every second is upcycled (4)")
+    study.add_argument("--blocks", type=int, default=8, help="blocks per expert (8)")
+    study.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="number format (fp32)")
+    study.add_argument("--warmup", type=int, default=3, help="steps before timing (3)")
+    study.add_argument("--steps", type=int, default=9, help="timed steps, of which the median counts (9)")
+    study.add_argument("--threads", type=int, default=1, help="CPU threads per rank (1)")
+    predict = result.add_argument_group("prediction from a sweep")
+    predict.add_argument("--predict", type=Path, metavar="RUN", help="folder of the sweep to predict from")
+    predict.add_argument("--nodes", type=int, default=4, help="nodes (4)")
+    predict.add_argument("--gpus-per-node", type=int, default=8, help="ranks per node (8)")
+    predict.add_argument("--node-gbps", type=float, default=3600, help="Gbit/s per GPU inside a node (3600, NVLink 4)")
+    predict.add_argument("--link-gbps", type=float, default=400, help="Gbit/s per GPU between nodes (400)")
+    predict.add_argument("--node-latency-us", type=float, default=3, help="microseconds per message in a node (3)")
+    predict.add_argument("--link-latency-us", type=float, default=10, help="microseconds between nodes (10)")
+    result.add_argument("--volume", action="store_true", help="print the table of exchanged bytes and stop")
+    return result
+
+
+def main(arguments: Sequence[str]) -> None:
+    options = parser().parse_args(arguments)
+    if options.volume:
+        from unifmoe_dist.analysis.volume import format_volume_table, volume_table
+
+        print(format_volume_table(volume_table()))
+    elif options.predict is not None:
+        predict(options)
+    else:
+        sweep(options)
+
+
+def sweep(options: argparse.Namespace) -> None:
+    from unifmoe_dist.analysis import scaling
+    from unifmoe_dist.analysis.scaling_plots import plot_study
+    from unifmoe_dist.analysis.scaling_point import Study
+
+    study = Study(
+        options.width, options.depth, options.blocks, options.precision, options.warmup, options.steps, options.threads
+    )
+    layouts, left_out = scaling.grid(
+        options.experts, options.ranks or scaling.default_ranks(), options.expert_parallel_size, options.batch,
+        options.dispatcher, options.zero,
+    )  # fmt: skip
+    if left_out:
+        print(f"{left_out} combinations left out: the expert-parallel size must divide both K and the ranks.")
+    points = scaling.run_study(layouts, study, options.output)
+    print(scaling.format_points(points))
+    print(f"\nplot: {', '.join(map(str, plot_study(points, study, options.output)))}")
+    try:
+        fit(options.output)
+    except UserError as error:
+        print(f"no cost model: {error}")
+
+
+def predict(options: argparse.Namespace) -> None:
+    from unifmoe_dist.analysis import cost_model, scaling
+    from unifmoe_dist.analysis.scaling_plots import plot_predictions
+
+    cluster = cost_model.Cluster(
+        options.nodes, options.gpus_per_node, options.node_gbps, options.link_gbps,
+        1e-6 * options.node_latency_us, 1e-6 * options.link_latency_us,
+    )  # fmt: skip
+    study = scaling.read_study(options.predict)
+    points = scaling.read_points(options.predict)
+    model = fit(options.predict)
+    predictions = cost_model.predict_cluster(model, points, study, cluster)
+    device = points[0].result.device
+    print("\n" + cost_model.format_predictions(predictions, cluster, device))
+    print(f"\nplot: {plot_predictions(predictions, cluster, device, options.predict / 'prediction.png')}")
+
+
+def fit(folder: Path):  # type: ignore[no-untyped-def]  # a CostModel; its module is loaded when needed
+    """Fit the cost model to a study, write it and its plot beside it, and print it."""
+    from unifmoe_dist.analysis import cost_model, scaling
+    from unifmoe_dist.analysis.scaling_plots import plot_check
+
+    study = scaling.read_study(folder)
+    result = cost_model.check(scaling.read_points(folder), study)
+    cost_model.save_model(result, folder / "cost_model.json")
+    print(f"\n{cost_model.format_check(result)}\nplot: {plot_check(result, study, folder / 'cost_model.png')}")
+    return result.model
+
+
+if __name__ == "__main__":
+    run_main(main)

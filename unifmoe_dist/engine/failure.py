@@ -1,0 +1,158 @@
+"""How a failing job ends: the true cause said once, first, and no rank left waiting.
+
+The rank that fails says why, tells the others over the lifeline and leaves. The others leave with one short line each,
+even from inside a collective that will never end. Before the ranks have joined there is no lifeline; then, and when
+all ranks meet the same error, a lock file shared by the ranks of a node lets one of them speak.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from unifmoe_dist.engine.lifeline import Lifeline, Notice
+from unifmoe_dist.errors import UserError
+
+USER_ERROR_STATUS = 2
+INTERRUPTED_STATUS = 130
+NEWS_SECONDS = 2.0  # how long a rank whose collective broke waits to hear whose fault that is
+GRACE_SECONDS = 3.0  # how long a rank may go on after another has failed, to end by itself
+LINGER_SECONDS = 1.5  # launchers report the rank that exits first, and poll once a second: let that be the cause
+
+_SIGNS_OF_COMMUNICATION = ("gloo", "nccl", "connection", "broken pipe", "process group", "tcpstore", "socket")
+
+_lifeline: Lifeline | None = None  # a process belongs to one job
+_speaking = threading.Lock()  # taken by the thread that speaks last; the process exits with it held
+
+
+@contextmanager
+def watched(ranks: Any) -> Iterator[None]:
+    """Tie this process to the other ranks of its job; collective. A failure keeps the tie, for `leave_for`."""
+    global _lifeline
+    if ranks.world_size == 1:
+        yield
+        return
+    try:
+        _lifeline = Lifeline(ranks.rank, ranks.world_size, ranks.share, _leave_after_grace)
+    except OSError as error:
+        print(f"warning: rank {ranks.rank} cannot watch the other ranks ({error}); if one fails, this one may wait "
+              "for the backend's timeout.", file=sys.stderr, flush=True)  # fmt: skip
+    ranks.barrier()
+    yield
+    if _lifeline is not None:
+        _lifeline.close()
+        _lifeline = None
+
+
+def in_job() -> bool:
+    """Whether this process is tied to other ranks, which would wait for it."""
+    return _lifeline is not None
+
+
+def leave_for(error: BaseException) -> NoReturn:
+    """Say why this rank leaves, unless another is the cause, and exit the process at once."""
+    lifeline = _lifeline
+    notice = None if lifeline is None else lifeline.wait(NEWS_SECONDS if _is_communication(error) else 0.0)
+    if notice is not None:
+        _leave_with(notice)
+    status, message = _describe(error)
+    rank = int(os.environ.get("RANK", "0"))
+    earlier = _claim(rank, message) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+    _speaking.acquire()
+    if earlier is None:
+        whole = message if isinstance(error, (UserError, KeyboardInterrupt)) else f"rank {rank} failed: {message}"
+        print(whole, file=sys.stderr, flush=True)
+        if lifeline is not None:
+            lifeline.tell(status)
+        _exit(status)
+    if earlier["digest"] != _digest(message):
+        own = "" if _is_communication(error) else f" (and this one: {type(error).__name__}: {error})"
+        print(f"rank {rank} stops because rank {earlier['rank']} failed{own}", file=sys.stderr, flush=True)
+    time.sleep(LINGER_SECONDS)
+    _exit(status)
+
+
+def _describe(error: BaseException) -> tuple[int, str]:
+    if isinstance(error, UserError):
+        return USER_ERROR_STATUS, f"error: {error}"
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED_STATUS, "interrupted"
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        return code or 1, f"it left the job early, with exit status {error.code}"
+    return 1, "".join(["\n", *traceback.format_exception(error)]).rstrip()
+
+
+def _is_communication(error: BaseException) -> bool:
+    """Whether an error may be the echo of another rank's end."""
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS_OF_COMMUNICATION)
+    )
+
+
+def _leave_after_grace(notice: Notice) -> None:
+    time.sleep(GRACE_SECONDS)  # most ranks fail in their next collective, and leave by themselves
+    _leave_with(notice)
+
+
+def _leave_with(notice: Notice) -> NoReturn:
+    _speaking.acquire()
+    rank = os.environ.get("RANK", "0")
+    if notice.lost:
+        why = f"rank {notice.rank} was lost: its process ended without a message (killed, out of memory, or crashed)"
+    else:
+        why = f"rank {notice.rank} failed"
+    print(f"rank {rank} stops because {why}", file=sys.stderr, flush=True)
+    time.sleep(LINGER_SECONDS)
+    _exit(notice.status)
+
+
+def _exit(status: int) -> NoReturn:
+    # Not sys.exit: interpreter shutdown with a live process group can abort, or wait for ranks that never come.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _claim(rank: int, message: str) -> dict[str, Any] | None:
+    """Become the one rank of this node that speaks, or learn which rank that is and the digest of what it said.
+
+    Ranks of a node have the same parent, the launcher. A claim from before this process began is another job's.
+    """
+    import psutil
+
+    path = Path(tempfile.gettempdir()) / f"unifmoe-failure-{os.getuid()}-{os.getppid()}"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "r+") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            try:
+                earlier = json.load(handle)
+                if earlier["time"] > psutil.Process().create_time():
+                    return earlier
+            except (ValueError, KeyError, TypeError):
+                pass  # new, or not ours
+            handle.seek(0)
+            handle.truncate()
+            json.dump({"rank": rank, "digest": _digest(message), "time": time.time()}, handle)
+    except OSError:
+        pass  # better said twice than never
+    return None
+
+
+def _digest(message: str) -> str:
+    return hashlib.sha256(message.encode()).hexdigest()

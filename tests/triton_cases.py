@@ -17,7 +17,14 @@ from unifmoe_dist import UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.config import ACTIVATIONS
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts
-from unifmoe_dist.kernels import block_ffn, reference_block_ffn, triton_ffn_kernels, use_kernels
+from unifmoe_dist.kernels import (
+    block_ffn,
+    reference_block_ffn,
+    trial,
+    triton_ffn,
+    triton_ffn_kernels,
+    use_kernels,
+)
 from unifmoe_dist.kernels.triton_ffn import TritonOptions, triton_block_ffn
 from unifmoe_dist.kernels.triton_plan import make_plan
 from unifmoe_dist.kernels.triton_routing import triton_route
@@ -431,3 +438,27 @@ def test_float32_products_keep_float32():
     y = triton_block_ffn(x, x.new_ones(64, 1), x.new_ones(64, 2, dtype=torch.bool), experts.weights())
     want = F.linear(x.double(), experts.keys[0].double()) @ experts.values[0].double()
     assert error(y, want) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_trial_passes(dtype, recwarn):
+    x = random(4, 48, dtype=dtype)
+    assert trial.ffn_works(x, bank(2, 48, 64, 2, dtype=dtype).weights()) and trial.routing_works(x, 5, 4)
+    assert not [w for w in recwarn if "Triton is not used" in str(w.message)]
+
+
+@pytest.mark.parametrize("fault", ["wrong gradient", "NaN", "crash"])
+def test_trial_finds_a_faulty_kernel(fault, monkeypatch):
+    """Then plain torch is used, with a warning, instead of a wrong or broken kernel."""
+
+    def faulty(x, gates, blocks, weights, *rest):
+        if fault == "crash":
+            raise RuntimeError("out of resource: shared memory")
+        y = triton_block_ffn(x, gates, blocks, weights)
+        return y * float("nan") if fault == "NaN" else y.detach() + 1.1 * (y - y.detach())
+
+    monkeypatch.setattr(triton_ffn, "triton_block_ffn", faulty)
+    trial._ffn_works.cache_clear()
+    with pytest.warns(UserWarning, match="Triton is not used for block-sparse experts"):
+        assert not trial.ffn_works(random(4, 48), bank(2, 48, 64, 2).weights())
+    trial._ffn_works.cache_clear()

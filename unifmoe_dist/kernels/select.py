@@ -1,4 +1,4 @@
-"""Which kernels run: Triton on CUDA devices from Ampere on that have it and shapes it takes, plain torch elsewhere.
+"""Which kernels run: Triton on CUDA devices from Ampere on, for shapes it takes and has proven; plain torch elsewhere.
 
 The layer calls these functions only. `use_kernels` overrides the choice, for tests and measurements.
 """
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import ExpertWeights
+from unifmoe_dist.kernels import trial
 from unifmoe_dist.kernels.grouped import grouped_block_ffn
 from unifmoe_dist.kernels.reference import reference_block_ffn
 from unifmoe_dist.phases import phase
@@ -109,7 +110,7 @@ def _triton_for(x: Tensor, weights: ExpertWeights) -> bool:
         return False
     from unifmoe_dist.kernels.triton_ffn import unsupported
 
-    return _supported(unsupported(x, weights))
+    return _supported(unsupported(x, weights)) and (_choice == "triton" or trial.ffn_works(x, weights))
 
 
 def _triton_routes(x: Tensor, columns: int, num_blocks: int) -> bool:
@@ -117,7 +118,9 @@ def _triton_routes(x: Tensor, columns: int, num_blocks: int) -> bool:
         return False
     from unifmoe_dist.kernels.triton_routing import unsupported
 
-    return _supported(unsupported(x, columns, num_blocks))
+    if not _supported(unsupported(x, columns, num_blocks)):
+        return False
+    return _choice == "triton" or trial.routing_works(x, columns, num_blocks)
 
 
 def _supported(reason: str | None) -> bool:

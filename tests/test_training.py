@@ -146,6 +146,14 @@ def test_resume_is_exact_on_one_rank(parallel, tmp_path):
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
 
 
+@pytest.mark.parametrize("before,after", [(1, 0), (0, 2)])
+def test_resume_at_another_zero_stage(before, after, tmp_path):
+    run = str(tmp_path)
+    expected = run_ranks(1, train, run, 14, optimizer="adamw", zero_stage=before)[0][0][10:]
+    resumed = run_ranks(1, train, run, 14, optimizer="adamw", zero_stage=after, resume=True)[0][0]
+    assert resumed == pytest.approx(expected, abs=1e-5)
+
+
 @pytest.mark.parametrize(
     "before,after",
     [
@@ -317,6 +325,16 @@ def test_resume_with_fewer_steps_than_done(small_run):
     with pytest.raises(UserError, match="step 10.*--steps 9"):
         choose_folder(make_config(small_run, steps=9, resume=True))
     assert choose_folder(make_config(small_run, steps=10, resume=True)) == small_run
+
+
+@pytest.mark.parametrize("words", [
+    "--model.num_blocks 4", "--data.held_out rot0", "--data.split_seed 1", "--seed 1", "--data.task acceptability",
+    "--optim.name adamw",
+])  # fmt: skip
+def test_resume_as_another_run(words, small_run):
+    changed = parse_train_config(["--resume", "--output", str(small_run), *words.split()])
+    with pytest.raises(UserError, match="was trained with"):
+        choose_folder(changed)
 
 
 @pytest.mark.parametrize("inside", ["", "run"])

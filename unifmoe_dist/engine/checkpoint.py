@@ -311,8 +311,9 @@ def load(folder: Path, model: nn.Module, engine: Any, ranks: Ranks, schedule: An
     for group in groups:
         group["lr"] = rate
     scaler = getattr(engine.optimizer, "loss_scaler", None)
-    for key, value in progress["loss_scaler"].items():
-        setattr(scaler, key, value)
+    if scaler is not None:  # without ZeRO there is none, whatever wrote the checkpoint
+        for key, value in progress["loss_scaler"].items():
+            setattr(scaler, key, value)
     own_random = folder / f"random-{ranks.rank:05d}.safetensors"
     if own_random.is_file() and progress["world_size"] == ranks.world_size:
         _restore_random_state(load_file(own_random))

@@ -21,7 +21,7 @@ from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.base import Batch, TaskData
 from unifmoe_dist.engine import build, checkpoint, clipping
 from unifmoe_dist.engine.batches import TrainBatches
-from unifmoe_dist.engine.cli import dump_train_config
+from unifmoe_dist.engine.cli import dump_train_config, load_train_config
 from unifmoe_dist.engine.evaluate import Score, collect_usage, evaluate, logits_of, to_device
 from unifmoe_dist.engine.health import StepCheck, Verdict, locate, skip_update
 from unifmoe_dist.engine.preemption import StopSignals
@@ -49,6 +49,7 @@ def choose_folder(config: TrainConfig) -> Path:
                         f"{folder} is at step {reached} already, beyond --steps {config.steps}; give a larger --steps, "
                         "or none to test the run again."
                     )
+                _check_same_run(folder, config)
             elif (folder / "config.yaml").exists():
                 saved = checkpoint.complete(folder / "checkpoints")
                 advice = "add --resume to continue it" if saved else "it has no checkpoint to resume, so delete it"
@@ -62,6 +63,29 @@ def choose_folder(config: TrainConfig) -> Path:
     while (folder := Path(stem if number == 1 else f"{stem}-{number}")).exists():
         number += 1
     return folder
+
+
+def _check_same_run(folder: Path, config: TrainConfig) -> None:
+    """Refuse options under which a run's weights would load but mean something else, or its scores would."""
+
+    def fixed(options: TrainConfig) -> dict[str, Any]:
+        data = options.data
+        return {
+            "model.num_blocks": options.model.num_blocks,
+            "data.task": data.task,
+            "data.held_out": data.held_out,
+            "data.split_seed": options.seed if data.split_seed is None else data.split_seed,
+            "optim.name": options.optim.name.removesuffix("w"),  # adam and adamw keep the same state
+        }
+
+    path = folder / "config.yaml"
+    saved, given = fixed(load_train_config(str(path)) if path.is_file() else config), fixed(config)
+    for name, value in saved.items():
+        if given[name] != value:
+            raise UserError(
+                f"{folder} was trained with {name} {value}, so it cannot be resumed with {given[name]}; "
+                "start another run in another --output."
+            )
 
 
 @dataclass(frozen=True)

@@ -209,3 +209,14 @@ def test_block_masks_survive_packing():
         bits = pack_bits(mask)
         assert bits.shape == (7, (blocks + 7) // 8) and torch.equal(unpack_bits(bits, blocks), mask)
     assert unpack_bits(pack_bits(torch.zeros(0, 5, dtype=torch.bool)), 5).shape == (0, 5)
+
+
+def other_ranks_group(rank, world):
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    with pytest.raises(UserError, match="expert_group"):
+        UniFMoELayer(UniFMoEConfig(12, 40, 4, 10), expert_group=groups[1 - rank])
+    return True
+
+
+def test_a_group_of_other_ranks_is_refused():
+    assert all(run_ranks(2, other_ranks_group))

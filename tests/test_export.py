@@ -173,6 +173,8 @@ def test_files_that_are_no_models(tmp_path, sharded):
         export.load_exported(tmp_path)
     with pytest.raises(UserError, match="not a run"):
         export.export(tmp_path, tmp_path / "out")
+    with pytest.raises(UserError, match="could not be written"):
+        export.consolidate(sharded, tmp_path / "text" / "model.safetensors")
 
 
 def pickle_sharded(rank, world):

@@ -337,6 +337,15 @@ def test_a_signal_saves_and_resuming_is_exact(tmp_path):
     assert records[0] == records[1]
 
 
+def test_a_run_may_end_where_a_signal_stopped_it(tmp_path):
+    run_job(tmp_path, 1, words(tmp_path, "--eval_every", "9", base=SMALL), signal_at, 0, 3, signal.SIGTERM)
+    assert not (tmp_path / "run/checkpoints/best").exists()  # nothing was validated
+    ended = run_job(tmp_path, 1, words(tmp_path, "--resume", "--steps", "3", base=SMALL))
+    assert ended.statuses == [0], ended.output
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["steps"] == summary["best_step"] == 3 and 0 <= summary["validation_accuracy"] <= 1
+
+
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path):
     job = run_job(tmp_path, 2, words(tmp_path), signal_at, 1, 4, signal.SIGUSR1)
     assert job.statuses == [0, 0] and len(lines_about(job, "saved at step 4 after SIGUSR1")) == 1

@@ -366,3 +366,17 @@ def test_another_shape_in_the_same_folder_is_refused(tmp_path):
     scaling._agree_on_study(tmp_path, Study(width=64))
     with pytest.raises(UserError, match="width 64"):
         scaling.run_study([Layout(2, 1, 1, 2, "local", 1)], Study(width=32), tmp_path, progress=False)
+
+
+def test_folders_that_hold_no_study(tmp_path):
+    layout = Layout(2, 1, 1, 2, "local", 1)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--output .*file"):
+        scaling.run_study([layout], Study(), tmp_path / "file", progress=False)
+    for text in ("{", "[]", '{"colour": 1}'):
+        (tmp_path / "study.json").write_text(text)
+        with pytest.raises(UserError, match="study.json"):
+            scaling.read_study(tmp_path)
+    (tmp_path / "scaling.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(UserError, match="scaling.csv"):
+        scaling.read_points(tmp_path)

@@ -146,6 +146,14 @@ def test_resume_is_exact_on_one_rank(parallel, tmp_path):
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
 
 
+@pytest.mark.parametrize("before,after", [(1, 0), (0, 2)])
+def test_resume_at_another_zero_stage(before, after, tmp_path):
+    run = str(tmp_path)
+    expected = run_ranks(1, train, run, 14, optimizer="adamw", zero_stage=before)[0][0][10:]
+    resumed = run_ranks(1, train, run, 14, optimizer="adamw", zero_stage=after, resume=True)[0][0]
+    assert resumed == pytest.approx(expected, abs=1e-5)
+
+
 @pytest.mark.parametrize(
     "before,after",
     [
@@ -237,12 +245,25 @@ def test_unknown_key_in_a_file(tmp_path):
         (["--resume"], 1, ["--output"]), (["--parallel.precision", "bf16", "--parallel.zero_stage", "0"], 1, ["bf16"]),
         (["--parallel.zero_stage", "3"], 2, ["zero_stage 3", "zero_stage 2"]),
         (["--parallel.zero_stage", "0", "--parallel.offload_optimizer", "true"], 1, ["offload_optimizer", "1 or 2"]),
+        (["--seed", "-1"], 1, ["seed", "-1"]), (["--data.split_seed", "9" * 20], 1, ["split_seed", "9" * 20]),
+        (["--optim.betas", "[0.9,1.5]"], 1, ["optim.betas", "1.5"]), (["--optim.lr", ".inf"], 1, ["optim.lr", "inf"]),
+        (["--optim.momentum", "-1"], 1, ["optim.momentum"]), (["--optim.weight_decay", "-1"], 1, ["weight_decay"]),
+        (["--optim.warmup_steps", "-5"], 1, ["warmup_steps"]), (["--optim.grad_clip", "-1"], 1, ["grad_clip"]),
+        (["--optim.lambda_div", ".nan"], 1, ["lambda_div", "nan"]),
     ],
 )  # fmt: skip
 def test_options_that_do_not_fit(words, world, expected):
     with pytest.raises(UserError) as error:
         parse_train_config(words).validate(world)
     assert all(word in str(error.value) for word in expected)
+
+
+def test_a_file_of_options_that_is_no_text(tmp_path):
+    (tmp_path / "config.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="utf-8"):
+        parse_train_config(["--config", str(tmp_path / "config.yaml")])
+    with pytest.raises(UserError, match="config.yaml"):
+        load_train_config(str(tmp_path / "config.yaml"))
 
 
 def test_resume_keeps_the_options_of_the_run(tmp_path):
@@ -291,6 +312,42 @@ def small_run(tmp_path_factory):
 def test_resume_without_a_checkpoint(tmp_path):
     with pytest.raises(UserError, match="checkpoint"):
         choose_folder(make_config(tmp_path, resume=True))
+
+
+def test_a_run_that_saved_nothing_is_not_to_be_resumed(tmp_path):
+    (tmp_path / "config.yaml").write_text(dump_train_config(make_config(tmp_path)))
+    for resume in (False, True):  # neither may send the user to the other
+        with pytest.raises(UserError, match="delete it"):
+            choose_folder(make_config(tmp_path, resume=resume))
+
+
+def test_resume_with_fewer_steps_than_done(small_run):
+    with pytest.raises(UserError, match="step 10.*--steps 9"):
+        choose_folder(make_config(small_run, steps=9, resume=True))
+    assert choose_folder(make_config(small_run, steps=10, resume=True)) == small_run
+
+
+@pytest.mark.parametrize("words", [
+    "--model.num_blocks 4", "--data.held_out rot0", "--data.split_seed 1", "--seed 1", "--data.task acceptability",
+    "--optim.name adamw",
+])  # fmt: skip
+def test_resume_as_another_run(words, small_run):
+    changed = parse_train_config(["--resume", "--output", str(small_run), *words.split()])
+    with pytest.raises(UserError, match="was trained with"):
+        choose_folder(changed)
+
+
+@pytest.mark.parametrize("inside", ["", "run"])
+def test_output_that_is_a_file(inside, tmp_path):
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(UserError, match="--output .*file"):
+        choose_folder(make_config(tmp_path / "file" / inside))
+
+
+@pytest.mark.parametrize("name", ["nonsense", "step-7", "..", ""])
+def test_a_checkpoint_that_is_not_there(name, small_run):
+    with pytest.raises(UserError, match="it holds: best, latest, step-000010"):
+        checkpoint.latest(small_run, name)
 
 
 def other_model(rank, world, folder):

@@ -238,7 +238,16 @@ class TrainConfig:
             not self.parallel.offload_optimizer or self.parallel.zero_stage > 0,
             "parallel.offload_optimizer needs parallel.zero_stage 1 or 2, not 0.",
         )
-        _check(self.optim.lr > 0, f"optim.lr must be above 0, not {self.optim.lr}.")
+        _check(0 < self.optim.lr < float("inf"), f"optim.lr must be above 0, not {self.optim.lr}.")
+        for name in ("weight_decay", "momentum", "warmup_steps", "grad_clip", "lambda_div"):
+            value = getattr(self.optim, name)
+            _check(0 <= value < float("inf"), f"optim.{name} must be at least 0, not {value}.")
+        _check(
+            all(0 <= beta < 1 for beta in self.optim.betas),
+            f"optim.betas must both be at least 0 and below 1, not {list(self.optim.betas)}.",
+        )
+        for name, seed in (("seed", self.seed), ("data.split_seed", self.data.split_seed or 0)):
+            _check(0 <= seed < 2**32, f"{name} must be a whole number from 0 to {2**32 - 1}, not {seed}.")
         _check(
             self.parallel.precision == "fp32" or self.parallel.zero_stage > 0,
             f"parallel.precision {self.parallel.precision} needs float32 master weights, which parallel.zero_stage 0 "

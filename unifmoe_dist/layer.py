@@ -34,7 +34,7 @@ class UniFMoELayer(nn.Module):
         usage: Running routing statistics.
 
     Raises:
-        UserError: num_experts is not divisible by the size of expert_group.
+        UserError: num_experts is not divisible by the size of expert_group, or this rank is not in it.
     """
 
     def __init__(
@@ -43,6 +43,8 @@ class UniFMoELayer(nn.Module):
         super().__init__()
         self.config = config
         group_size = 1 if expert_group is None else dist.get_world_size(expert_group)
+        if group_size < 1:
+            raise UserError("this rank does not belong to expert_group; give every rank the group that it is in.")
         if config.num_experts % group_size:
             raise UserError(
                 f"num_experts {config.num_experts} is not divisible by the expert-parallel size {group_size}; "

@@ -82,7 +82,10 @@ def run_study(layouts: Sequence[Layout], study: Study, folder: Path, progress: b
     """
     for layout in layouts:
         train_config(layout, study)  # refuses what cannot work before any rank starts
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {folder} cannot be used ({error}); choose another folder.") from error
     _agree_on_study(folder, study)
     done = {p.layout: p for p in read_points(folder)}
     missing = [layout for layout in layouts if layout not in done]
@@ -118,26 +121,34 @@ def describe(layout: Layout) -> str:
 
 
 def read_points(folder: Path) -> list[Point]:
-    """All points of a study; a last line that was cut short is left out."""
+    """All points of a study; a last line that was cut short is left out.
+
+    Raises:
+        UserError: the file does not hold points.
+    """
     path = folder / "scaling.csv"
     if not path.is_file():
         return []
-    whole_lines = path.read_text().rpartition("\n")[0]
-    return [
-        Point(_typed(Layout, row), _typed(Measurement, row)) for row in csv.DictReader(io.StringIO(whole_lines))
-    ]
+    try:
+        rows = csv.DictReader(io.StringIO(path.read_text().rpartition("\n")[0]))
+        return [Point(_typed(Layout, row), _typed(Measurement, row)) for row in rows]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} does not hold the points of a study; delete it to measure them again.") from error
 
 
 def read_study(folder: Path) -> Study:
     """What the points of a folder have in common.
 
     Raises:
-        UserError: the folder holds no study.
+        UserError: the folder holds no study, or its file is damaged.
     """
     path = folder / "study.json"
     if not path.is_file():
         raise UserError(f"{folder} holds no study.json; give the --output folder of a scaling sweep.")
-    return Study(**json.loads(path.read_text()))
+    try:
+        return Study(**json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} does not describe a study ({error}); choose another folder.") from error
 
 
 def format_points(points: Iterable[Point]) -> str:

@@ -193,18 +193,15 @@ def latest(run: Path, name: str = "latest") -> Path:
         UserError: there is none, or a file is missing, cut short or altered.
     """
     checkpoints = run / "checkpoints"
-    if name.startswith("step-"):
-        number = name.removeprefix("step-")
-        folder = checkpoints / (f"step-{int(number):06d}" if number.isdecimal() else name)
-        if not folder.is_dir():
-            kept = ", ".join(path.name for path in complete(checkpoints)) or "none"
-            raise UserError(f"{run} holds no checkpoint {name}; it holds: {kept}.")
-    elif (checkpoints / name).is_file():
-        folder = checkpoints / (checkpoints / name).read_text().strip()
-    else:
-        raise UserError(
-            f"{run} holds no {name} checkpoint; start the run without --resume, or name another folder."
-        )
+    pointers = [pointer for pointer in ("best", "latest") if (checkpoints / pointer).is_file()]
+    target = (checkpoints / name).read_text().strip() if name in pointers else name
+    number = target.removeprefix("step-")
+    folder = checkpoints / (f"step-{int(number):06d}" if number.isdecimal() else target)
+    if name not in pointers and not (number.isdecimal() and folder.is_dir()):
+        kept = [path.name for path in complete(checkpoints)]
+        anew = "delete it and start the run anew" if (run / "config.yaml").is_file() else "start the run"
+        advice = f"it holds: {', '.join(pointers + kept)}" if kept else f"{anew} without --resume"
+        raise UserError(f"{run} holds no checkpoint {name}; {advice}.")
     verify(folder)
     return folder
 
@@ -314,8 +311,9 @@ def load(folder: Path, model: nn.Module, engine: Any, ranks: Ranks, schedule: An
     for group in groups:
         group["lr"] = rate
     scaler = getattr(engine.optimizer, "loss_scaler", None)
-    for key, value in progress["loss_scaler"].items():
-        setattr(scaler, key, value)
+    if scaler is not None:  # without ZeRO there is none, whatever wrote the checkpoint
+        for key, value in progress["loss_scaler"].items():
+            setattr(scaler, key, value)
     own_random = folder / f"random-{ranks.rank:05d}.safetensors"
     if own_random.is_file() and progress["world_size"] == ranks.world_size:
         _restore_random_state(load_file(own_random))

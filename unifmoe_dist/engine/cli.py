@@ -41,7 +41,7 @@ def parse_train_config(arguments: Sequence[str], prog: str | None = None) -> Tra
         saved = Path(parsed.output or "") / "config.yaml"
         if parsed.resume and saved.is_file():
             parsed = parser.parse_args(["--config", str(saved), *words])
-    except ArgumentError as error:
+    except (ArgumentError, UnicodeDecodeError) as error:  # the latter: a file that is no text
         raise UserError(_one_sentence(str(error))) from error
     return as_config(parser, parsed)
 
@@ -55,7 +55,7 @@ def load_train_config(path: str) -> TrainConfig:
     parser = train_parser()
     try:
         return as_config(parser, parser.parse_path(path))
-    except (ArgumentError, TypeError, OSError) as error:
+    except (ArgumentError, TypeError, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not the configuration of a run: {_one_sentence(str(error))}") from error
 
 

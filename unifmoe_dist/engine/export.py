@@ -199,17 +199,18 @@ def _appear(output: Path, write: Callable[[Path], None]) -> Path:
     """Write under a temporary name beside `output`, then rename."""
     if output.exists():
         raise UserError(f"{output} exists; remove it or give another --output.")
-    output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f".writing-{output.name}")
-    _remove(temporary)
     try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        _remove(temporary)
         write(temporary)
         for path in (*temporary.rglob("*"), temporary) if temporary.is_dir() else (temporary,):
             checkpoint.flush(path)
         os.replace(temporary, output)
         checkpoint.flush(output.parent)
     except (OSError, SafetensorError) as error:
-        _remove(temporary)
+        if output.parent.is_dir():
+            _remove(temporary)
         raise UserError(f"{output} could not be written ({error}); free space or give another --output.") from error
     return output
 

@@ -21,7 +21,7 @@ from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.base import Batch, TaskData
 from unifmoe_dist.engine import build, checkpoint, clipping
 from unifmoe_dist.engine.batches import TrainBatches
-from unifmoe_dist.engine.cli import dump_train_config
+from unifmoe_dist.engine.cli import dump_train_config, load_train_config
 from unifmoe_dist.engine.evaluate import Score, collect_usage, evaluate, logits_of, to_device
 from unifmoe_dist.engine.health import StepCheck, Verdict, locate, skip_update
 from unifmoe_dist.engine.preemption import StopSignals
@@ -33,25 +33,59 @@ from unifmoe_dist.usage import UsageSummary
 
 
 def choose_folder(config: TrainConfig) -> Path:
-    """The run's folder; refuses to write over another run.
+    """The run's folder, made if it was named; refuses to write over another run.
 
     Raises:
-        UserError: the folder holds a run and --resume was not given, or --resume was given and it holds none.
+        UserError: the folder holds a run and --resume was not given, or --resume was given and it holds none, or one
+            that has gone beyond config.steps; the folder cannot be made.
     """
     if config.output is not None:
         folder = Path(config.output)
-        if config.resume:
-            checkpoint.latest(folder)
-        elif (folder / "config.yaml").exists():
-            raise UserError(
-                f"{folder} already holds a run; add --resume to continue it or choose another --output."
-            )
+        try:
+            if config.resume:
+                reached = checkpoint.load_progress(checkpoint.latest(folder))["step"]
+                if config.steps < reached:
+                    raise UserError(
+                        f"{folder} is at step {reached} already, beyond --steps {config.steps}; give a larger --steps, "
+                        "or none to test the run again."
+                    )
+                _check_same_run(folder, config)
+            elif (folder / "config.yaml").exists():
+                saved = checkpoint.complete(folder / "checkpoints")
+                advice = "add --resume to continue it" if saved else "it has no checkpoint to resume, so delete it"
+                raise UserError(f"{folder} already holds a run; {advice} or choose another --output.")
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--output {folder} cannot be used ({error}); choose another folder.") from error
         return folder
     stem = f"runs/{config.data.task}-{'dense' if config.model.moe == 'none' else config.model.moe}"
     number = 1
     while (folder := Path(stem if number == 1 else f"{stem}-{number}")).exists():
         number += 1
     return folder
+
+
+def _check_same_run(folder: Path, config: TrainConfig) -> None:
+    """Refuse options under which a run's weights would load but mean something else, or its scores would."""
+
+    def fixed(options: TrainConfig) -> dict[str, Any]:
+        data = options.data
+        return {
+            "model.num_blocks": options.model.num_blocks,
+            "data.task": data.task,
+            "data.held_out": data.held_out,
+            "data.split_seed": options.seed if data.split_seed is None else data.split_seed,
+            "optim.name": options.optim.name.removesuffix("w"),  # adam and adamw keep the same state
+        }
+
+    path = folder / "config.yaml"
+    saved, given = fixed(load_train_config(str(path)) if path.is_file() else config), fixed(config)
+    for name, value in saved.items():
+        if given[name] != value:
+            raise UserError(
+                f"{folder} was trained with {name} {value}, so it cannot be resumed with {given[name]}; "
+                "start another run in another --output."
+            )
 
 
 @dataclass(frozen=True)
@@ -252,6 +286,9 @@ class Trainer:
                     return None
         bar.close()
         self.seconds += time.perf_counter() - started
+        if not self.best_step:  # resumed at its last step, where a stop signal had saved it
+            self._validate()
+            self._name_best(f"step-{self.step:06d}")
         return self._finish()
 
     def _say_saved(self, signal: int) -> None:
@@ -287,13 +324,18 @@ class Trainer:
         return text
 
     def _validate_and_save(self, seconds: float) -> None:
+        better = self._validate()
+        self._save(seconds, better)
+
+    def _validate(self) -> bool:
+        """Score the validation data; whether that is the best so far."""
         score = self._evaluate(self.task.validation)
         better = score.accuracy > self.best
         if better:
             self.best, self.best_step = score.accuracy, self.step
         record = {"kind": "validation", "step": self.step, "accuracy": score.accuracy, "best": self.best}
         self._record({**record, "per_environment": score.per_dataset}, score.usage)
-        self._save(seconds, better)
+        return better
 
     def _save(self, seconds: float, better: bool) -> None:
         progress = {
@@ -303,11 +345,16 @@ class Trainer:
         folder = self.folder / "checkpoints"
         saved = checkpoint.save(folder, self.model, self.engine, self.ranks, progress, self.schedule)
         self.saved_step = self.step
+        if better:
+            self._name_best(saved.name)
         if self.ranks.rank == 0:
-            if better:
-                checkpoint.write_text(folder / "best", saved.name)
             checkpoint.prune(folder, self.config.keep_checkpoints)
-        self.ranks.barrier()  # `best` must be in place before any rank reads it
+        self.ranks.barrier()
+
+    def _name_best(self, name: str) -> None:
+        if self.ranks.rank == 0:
+            checkpoint.write_text(self.folder / "checkpoints" / "best", name)
+        self.ranks.barrier()  # it must be in place before any rank reads it
 
     def _finish(self) -> dict[str, Any]:
         best = Path((self.folder / "checkpoints" / "best").read_text().strip())

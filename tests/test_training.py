@@ -146,6 +146,19 @@ def test_resume_is_exact_on_one_rank(parallel, tmp_path):
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
 
 
+def train_dense(rank, world, folder, **parallel):
+    config = make_config(folder, **parallel)
+    config.model.moe = "none"
+    with running_ranks(config.parallel.expert_parallel_size) as ranks:
+        trainer = Trainer(config, ranks, Path(folder))
+        return float(ranks.all_sum(trainer.train_step().sums["task_loss"]))
+
+
+def test_the_dense_twin_takes_the_options_of_a_sharded_run(tmp_path):
+    plain = run_ranks(2, train_dense, str(tmp_path / "a"))
+    assert run_ranks(2, train_dense, str(tmp_path / "b"), expert_parallel_size=2) == plain
+
+
 @pytest.mark.parametrize("before,after", [(1, 0), (0, 2)])
 def test_resume_at_another_zero_stage(before, after, tmp_path):
     run = str(tmp_path)

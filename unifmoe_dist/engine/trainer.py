@@ -158,7 +158,7 @@ class Trainer:
             folder.mkdir(parents=True, exist_ok=True)
         ranks.barrier()
         optimizer = build.build_optimizer(config, self.model, ranks)
-        sharded = config.model.num_experts if ranks.expert_group is not None else None
+        sharded = config.model.num_experts if ranks.expert_group is not None and self.layers else None
         self.engine, _, _, self.schedule = deepspeed.initialize(
             model=TrainingModel(self.model, sharded),
             optimizer=optimizer,

@@ -442,15 +442,15 @@ def test_a_full_disk(tmp_path):
 
 def test_the_newest_checkpoints_are_kept_and_offered(tmp_path):
     folder = tmp_path / "checkpoints"
-    for step in range(1, 6):
+    for step in (999_997, 999_998, 999_999, 1_000_000, 1_000_001):
         (folder / f"step-{step:06d}").mkdir(parents=True)
         (folder / f"step-{step:06d}/manifest.json").write_text("{}")
-    (folder / ".writing-step-000006").mkdir()
-    (folder / "latest").write_text("step-000004")
-    (folder / "best").write_text("step-000001")
+    (folder / ".writing-step-1000002").mkdir()
+    (folder / "latest").write_text("step-1000000")
+    (folder / "best").write_text("step-999997")
     checkpoint.prune(folder, keep=2)
-    assert sorted(p.name for p in folder.iterdir() if p.is_dir()) == ["step-000001", "step-000003", "step-000004"]
-    with pytest.raises(UserError, match=re.escape("step-000003 into ")):
+    assert {p.name for p in folder.iterdir() if p.is_dir()} == {"step-999997", "step-999999", "step-1000000"}
+    with pytest.raises(UserError, match=re.escape("step-999999 into ")):
         checkpoint.latest(tmp_path)  # it lacks progress.json
 
 

@@ -69,16 +69,14 @@ class BlockExperts(nn.Module):
             shape = None if tensor is None else tuple(tensor.shape)
             if shape != expected[name]:
                 raise UserError(f"{name} has shape {shape}, but this layer needs {expected[name]}.")
+        for own, bias, name in ((self.key_bias, up_bias, "up_bias"), (self.value_bias, down_bias, "down_bias")):
+            if own is None and bias is not None:
+                raise UserError(f"{name} was given, but this layer was made with bias=False.")
         self.keys[index].copy_(up)
         self.values[index].copy_(down.T)
-        for own, bias, name in ((self.key_bias, up_bias, "up_bias"), (self.value_bias, down_bias, "down_bias")):
-            if own is None:
-                if bias is not None:
-                    raise UserError(f"{name} was given, but this layer was made with bias=False.")
-            elif bias is None:
-                own[index].zero_()
-            else:
-                own[index].copy_(bias)
+        for own, bias in ((self.key_bias, up_bias), (self.value_bias, down_bias)):
+            if own is not None:
+                own[index].copy_(bias) if bias is not None else own[index].zero_()
 
     def read(self, index: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """Expert `index` in nn.Linear layouts: (H, D), (H,), (D, H), (D,). Copies, detached."""

@@ -208,7 +208,8 @@ def latest(run: Path, name: str = "latest") -> Path:
 
 def complete(checkpoints: Path) -> list[Path]:
     """Folders of the checkpoints that were finished, oldest first. Their files are not read."""
-    return sorted(p for p in checkpoints.glob("step-*") if (p / "manifest.json").is_file())
+    found = [p for p in checkpoints.glob("step-*") if (p / "manifest.json").is_file()]
+    return sorted(found, key=lambda path: _order(path.name))
 
 
 def verify(folder: Path) -> None:
@@ -347,6 +348,11 @@ def _restore_random_state(state: dict[str, Tensor]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
+def _order(name: str) -> tuple[int, str]:
+    """Sorts names as their numbers do, past step 999,999 as well."""
+    return len(name), name
+
+
 def prune(folder: Path, keep: int) -> None:
     """Delete what is not needed to go on.
 
@@ -354,7 +360,7 @@ def prune(folder: Path, keep: int) -> None:
     interrupted writes, and checkpoints after `latest`, which a run that was killed or rewound will write again.
     """
     pointers = {p.name: p.read_text().strip() for p in (folder / "latest", folder / "best") if p.is_file()}
-    names = [path.name for path in complete(folder) if path.name <= pointers["latest"]]
+    names = [path.name for path in complete(folder) if _order(path.name) <= _order(pointers["latest"])]
     kept = {*pointers.values(), *names[-keep:]}
     for path in folder.iterdir():
         if path.is_dir() and path.name not in kept and path.name.startswith(("step-", ".writing-")):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Score a saved run: `python launch/evaluate.py RUN [--checkpoint best|latest] [--split test|validation]`."""
+"""Score a saved run: `python launch/evaluate.py RUN [--checkpoint best|latest|step-N] [--split test|validation]`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unifmoe_dist.errors import UserError
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description="Score a saved run on its test or validation data.")
     parser.add_argument("run", type=Path, help="folder of the run")
-    parser.add_argument("--checkpoint", choices=("best", "latest"), default="best", help="which checkpoint")
+    parser.add_argument("--checkpoint", default="best", help="best, latest or step-N (default: best)")
     parser.add_argument("--split", choices=("test", "validation"), default="test", help="which data")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -36,9 +36,10 @@ def main(arguments: Sequence[str]) -> None:
         datasets = task.test if options.split == "test" else task.validation
         score = evaluate(model, task, datasets, config.data.eval_batch_size, ranks)
         if ranks.rank == 0:
-            progress = checkpoint.load_progress(saved)
-            result = summarise(config, score, ranks.world_size, progress["seconds"])
+            result = summarise(config, score, ranks.world_size, 0.0)
             result["accuracy"] = result.pop("test_accuracy")
+            for name in ("world_size", "expert_parallel_size", "wall_seconds"):  # of the training run
+                del result[name]
             print(json.dumps({"checkpoint": str(saved), "split": options.split, **result}, indent=1))
 
 

@@ -117,7 +117,7 @@ def test_the_commands(sharded, tmp_path):
     assert again.statuses == [2] and "exists" in again.output
     absent = run_job(tmp_path, 1, [str(sharded), "--output", str(tmp_path / "x"), "--checkpoint", "step-7"],
                      script="consolidate")  # fmt: skip
-    assert absent.statuses == [2] and "it holds: step-000002" in absent.output
+    assert absent.statuses == [2] and "it holds: best, latest, step-000002" in absent.output
     done = subprocess.run([sys.executable, "-c", LOAD, str(path)], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "VisionTransformer False", done.stderr
 

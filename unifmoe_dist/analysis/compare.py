@@ -25,7 +25,8 @@ def read_summary(folder: Path) -> dict[str, Any]:
 def comparison_table(folders: Sequence[Path]) -> str:
     """Markdown table of runs; a linear classifier's accuracy on the same split is added where a run reports it."""
     lines = [
-        "| model | test accuracy (%) | validation accuracy (%) | blocks per token C_B | residual experts k | seconds |",
+        "| model | test accuracy (%) | validation accuracy (%) | blocks per token C_B (dense: B) | residual experts k "
+        "| seconds |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for folder in folders:
@@ -33,7 +34,7 @@ def comparison_table(folders: Sequence[Path]) -> str:
         name = "dense twin" if s["moe"] == "none" else "UniF-MoE"
         lines.append(
             f"| {name} | {100 * s['test_accuracy']:.1f} | {100 * s['validation_accuracy']:.1f} | "
-            f"{s['mean_block_compute']:.2f} of {s['num_blocks']} | {s['mean_expert_count']:.2f} | "
+            f"{s['mean_block_compute']:.2f} (B = {s['num_blocks']}) | {s['mean_expert_count']:.2f} | "
             f"{s['wall_seconds']:.0f} |"
         )
         if "linear_baseline_accuracy" in s:

@@ -117,7 +117,7 @@ def save(
         entries = {}
         for stem, tensors in mine.items():
             path = temporary / f"{stem}.safetensors"
-            save_file(tensors, path)
+            save_tensors(tensors, path)
             flush(path)
             entries[path.name] = _entry(path)
     written = ranks.gather(entries)  # also a barrier: everything is on the disk
@@ -137,6 +137,14 @@ def save(
             write_text(folder / "latest", final.name)
     ranks.barrier()
     return final
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file that whoever may read other new files may read; the library's own are private."""
+    save_file(tensors, path, metadata)
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ def train_parser(prog: str | None = None) -> ArgumentParser:
         description="Train UniF-MoE (or its dense twin) on DeepSpeed. Without options: the main job, handwritten "
         "digits with one rotation held out.",
         exit_on_error=False,
+        allow_abbrev=False,  # a typing mistake must not pass for another option
         print_config="--print-config",
     )
     parser.add_argument("--config", action="config", help="YAML file of options; later options override it.")

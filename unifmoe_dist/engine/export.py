@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from unifmoe_dist.config import TrainConfig
@@ -54,7 +54,7 @@ def consolidate(run: Path, output: Path, name: str = "best") -> Path:
     }
 
     def write(temporary: Path) -> None:
-        save_file(_own_memory(model), temporary, metadata)
+        checkpoint.save_tensors(_own_memory(model), temporary, metadata)
 
     return _appear(output, write)
 
@@ -100,7 +100,7 @@ def export(run: Path, output: Path, name: str = "best") -> Path:
             AutoTokenizer.from_pretrained(str(encoder_path(config.model.pretrained))).save_pretrained(str(temporary))
             return
         temporary.mkdir()
-        save_file(_own_memory(model), temporary / WEIGHTS)
+        checkpoint.save_tensors(_own_memory(model), temporary / WEIGHTS)
         (temporary / "config.json").write_text(json.dumps(_timm_config(shape), indent=2))
 
     return _appear(output, write)

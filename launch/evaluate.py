@@ -36,10 +36,8 @@ def main(arguments: Sequence[str]) -> None:
         datasets = task.test if options.split == "test" else task.validation
         score = evaluate(model, task, datasets, config.data.eval_batch_size, ranks)
         if ranks.rank == 0:
-            result = summarise(config, score, ranks.world_size, 0.0)
+            result = summarise(config, score)
             result["accuracy"] = result.pop("test_accuracy")
-            for name in ("world_size", "expert_parallel_size", "wall_seconds"):  # of the training run
-                del result[name]
             print(json.dumps({"checkpoint": str(saved), "split": options.split, **result}, indent=1))
 
 

@@ -57,7 +57,7 @@ def find_master() -> None:
         address = first_host(os.environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))
         port = 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000
     else:
-        address, port = "127.0.0.1", _free_port()
+        address, port = "127.0.0.1", free_port()
     os.environ.setdefault("MASTER_ADDR", address)
     os.environ.setdefault("MASTER_PORT", str(port))
 
@@ -78,7 +78,7 @@ def _ask_rank_0() -> tuple[str, int]:
             f"the job was started by mpirun, but mpi4py finds no MPI library ({error}); install one, or set "
             "MASTER_ADDR and MASTER_PORT to an address and free port of the first node."
         ) from error
-    mine = (_address(), _free_port()) if MPI.COMM_WORLD.Get_rank() == 0 else None
+    mine = (_address(), free_port()) if MPI.COMM_WORLD.Get_rank() == 0 else None
     return MPI.COMM_WORLD.bcast(mine, root=0)
 
 
@@ -90,7 +90,8 @@ def _address() -> str:
         return "127.0.0.1"
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port of this host that nobody uses at the moment."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

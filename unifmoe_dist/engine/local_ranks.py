@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
-import socket
 import tempfile
 import time
 import traceback
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from unifmoe_dist.engine.launchers import free_port
 from unifmoe_dist.errors import UserError
 
 _PRELOADED = ["torch", "torch._dynamo", "deepspeed", "timm", "sklearn.datasets", "unifmoe_dist.engine.trainer"]
@@ -43,7 +43,7 @@ def run_local_ranks(
     """
     check_world_size(world_size)
     context = _context()
-    port = _free_port()
+    port = free_port()
     pipes: list[Connection] = []
     processes = []
     folder = tempfile.TemporaryDirectory()
@@ -134,9 +134,3 @@ def _rank_main(
     except BaseException:
         pipe.send(("error", traceback.format_exc()))
         os._exit(1)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -360,7 +360,11 @@ class Trainer:
         best = Path((self.folder / "checkpoints" / "best").read_text().strip())
         checkpoint.load_weights(self.folder / "checkpoints" / best, self.model)
         score = self._evaluate(self.task.test)
-        summary = summarise(self.config, score, self.ranks.world_size, self.seconds)
+        summary = summarise(self.config, score)
+        summary.update(
+            world_size=self.ranks.world_size, expert_parallel_size=self.config.parallel.expert_parallel_size,
+            wall_seconds=self.seconds,
+        )  # fmt: skip
         summary.update(steps=self.step, best_step=int(best.name.split("-")[1]), validation_accuracy=self.best)
         summary["skipped_steps"] = self.skipped
         if self.config.baseline and self.config.data.task == "digits" and self.ranks.rank == 0:
@@ -420,8 +424,8 @@ class Trainer:
         self.ranks.barrier()
 
 
-def summarise(config: TrainConfig, score: Score, world_size: int, seconds: float) -> dict[str, Any]:
-    """The numbers of summary.json that testing gives."""
+def summarise(config: TrainConfig, score: Score) -> dict[str, Any]:
+    """What was scored and how it did: the part of summary.json that testing gives."""
     dense = float(config.model.num_blocks)
     return {
         "task": config.data.task,
@@ -434,9 +438,6 @@ def summarise(config: TrainConfig, score: Score, world_size: int, seconds: float
         "mean_shared_demand": _mean(score.usage, "shared_demand") if score.usage else None,
         "dropped_fraction": _mean(score.usage, "dropped") if score.usage else 0.0,
         "num_blocks": config.model.num_blocks,
-        "world_size": world_size,
-        "expert_parallel_size": config.parallel.expert_parallel_size,
-        "wall_seconds": seconds,
     }
 
 

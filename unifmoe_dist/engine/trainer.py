@@ -1,6 +1,6 @@
 """One training run on a DeepSpeed engine, from configuration to summary.
 
-L = L_task + lambda_div * sum over layers of L_div
+L = L_task + sum over layers of weight * auxiliary loss; for UniF-MoE that is lambda_div * L_div
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ class StepResult:
     """One training step.
 
     Args:
-        sums: This rank's mean "task_loss", "div_loss" and "accuracy", as tensors.
+        sums: This rank's mean "loss", "task_loss", "div_loss" (the layers' auxiliary losses, not weighted) and
+            "accuracy", as tensors.
         finite: Whether losses and gradients were finite on all ranks; otherwise the update was skipped.
         signal: Number of a stop signal that reached some rank, or 0.
     """
@@ -193,10 +194,9 @@ class Trainer:
         verdict = Verdict(True, 0)
         usage = {layer: layer.usage.snapshot() for layer in self.layers.values()}
         for batch in self.batches.step(self.step):
-            task_loss, div_loss, hits = self._losses(self.engine, batch)
-            loss = task_loss + self.config.optim.lambda_div * div_loss
-            self.check.note(loss)
-            self.engine.backward(loss)
+            losses = self._losses(self.engine, batch)
+            self.check.note(losses["loss"])
+            self.engine.backward(losses["loss"])
             if self.engine.is_gradient_accumulation_boundary():
                 verdict = self.check.agree(self.signals.received)
             if verdict.finite:
@@ -204,7 +204,7 @@ class Trainer:
                     self.engine.step()
             else:
                 self._refuse()
-            for name, value in (("task_loss", task_loss), ("div_loss", div_loss), ("accuracy", hits)):
+            for name, value in losses.items():
                 part = value.detach().double() / self.config.parallel.gradient_accumulation
                 sums[name] = sums[name] + part if name in sums else part
         self.step += 1
@@ -215,13 +215,17 @@ class Trainer:
         self.skipped += not applied
         return StepResult(sums, verdict.finite, verdict.signal)
 
-    def _losses(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Task loss, Gram loss and accuracy of one batch."""
+    def _losses(self, model: Any, batch: Batch) -> dict[str, Tensor]:
+        """What one batch gives: "loss", which is minimised, its parts, and the accuracy."""
         labels = batch[1].to(self.ranks.device)
         logits = logits_of(model(**self._inputs(batch)))
         task_loss = F.cross_entropy(logits.float(), labels)
-        div_loss = sum((layer.diversity_loss() for layer in self.layers.values()), torch.zeros_like(task_loss))
-        return task_loss, div_loss, (logits.argmax(-1) == labels).float().mean()
+        loss, div_loss = task_loss, torch.zeros_like(task_loss)
+        for layer in self.layers.values():
+            auxiliary = layer.auxiliary_loss()
+            loss, div_loss = loss + layer.auxiliary_weight * auxiliary, div_loss + auxiliary
+        hits = (logits.argmax(-1) == labels).float().mean()
+        return {"loss": loss, "task_loss": task_loss, "div_loss": div_loss, "accuracy": hits}
 
     def _inputs(self, batch: Batch) -> dict[str, Tensor]:
         return to_device(batch[0], self.ranks.device, self.dtype)
@@ -233,8 +237,7 @@ class Trainer:
             return skip_update(self.engine)
 
         def loss_of(batch: Batch) -> Tensor:
-            task_loss, div_loss, _ = self._losses(self.model, batch)
-            return task_loss + self.config.optim.lambda_div * div_loss
+            return self._losses(self.model, batch)["loss"]
 
         place, in_weights = locate(self.model, self.batches.step(self.step), loss_of, self.ranks, self._inputs)
         what = f"step {self.step + 1}: a loss or gradient is not finite; first seen on {place}"
@@ -296,23 +299,21 @@ class Trainer:
             print(f"saved at step {self.step} after {Signals(signal).name}; continue with --resume", flush=True)
 
     def _log_training(self, window: list[dict[str, Tensor]]) -> str:
-        names = ("task_loss", "div_loss", "accuracy")
         if not window:
             return f"{self.skipped} updates skipped"
+        names = list(window[0])
         local = torch.stack([torch.stack([entry[n] for n in names]) for entry in window]).mean(0)
         means = dict(zip(names, (self.ranks.all_sum(local) / self.ranks.world_size).tolist(), strict=True))
         usage = collect_usage(self.model, self.ranks)
-        loss = means["task_loss"] + self.config.optim.lambda_div * means["div_loss"]
         record = {
             "kind": "train",
             "step": self.step,
-            "loss": loss,
             **means,
             "lr": self.schedule.get_last_lr()[0],
             "skipped_steps": self.skipped,
         }
         self._record(record, usage)
-        text = f"loss {loss:.3f} acc {means['accuracy']:.3f}"
+        text = f"loss {means['loss']:.3f} acc {means['accuracy']:.3f}"
         if usage:
             c_b, k, alpha = (_mean(usage, n) for n in ("block_compute", "expert_count", "shared_demand"))
             loads = [

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from unifmoe_dist.config import UniFMoEConfig
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.expert_layer import ExpertLayer
 from unifmoe_dist.layer import UniFMoELayer
 from unifmoe_dist.upcycling.adapters import find_adapter
 from unifmoe_dist.upcycling.base import DenseFFN
@@ -86,9 +87,9 @@ def convert(
     return indices
 
 
-def moe_layers(model: nn.Module) -> dict[str, UniFMoELayer]:
-    """The UniF-MoE layers of a model, by module name, in the order of the model."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, UniFMoELayer)}
+def moe_layers(model: nn.Module) -> dict[str, ExpertLayer]:
+    """The layers of experts of a model, UniF-MoE's and others, by module name, in the order of the model."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, ExpertLayer)}
 
 
 def _resolve(layers: Iterable[int], depth: int) -> list[int]:
@@ -135,8 +136,7 @@ def _moe_of(
         layer = UniFMoELayer(config, expert_group=group, dispatcher=dispatcher)
     layer.to(device=up.weight.device, dtype=up.weight.dtype)
     if not up.weight.is_meta:
-        for expert in ("shared", *range(num_experts)):
-            layer.load_ffn(expert, up.weight, up.bias, down.weight, down.bias)
+        layer.load_dense(up.weight, up.bias, down.weight, down.bias)
     trained = any(parameter.requires_grad for part in (up, down) for parameter in part.parameters())
     layer.shared.requires_grad_(trained)
     layer.experts.requires_grad_(trained)

@@ -1,0 +1,187 @@
+"""What every layer of experts shares, whatever its gate: tokens in and out, its experts, statistics, auxiliary loss."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from unifmoe_dist.config import ExpertLayerConfig
+from unifmoe_dist.dispatch import make_dispatcher
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.experts import BlockExperts
+from unifmoe_dist.usage import Usage
+
+Config = TypeVar("Config", bound=ExpertLayerConfig)
+
+
+class ExpertLayer(nn.Module, Generic[Config]):
+    """K experts in the place of a transformer's FFN, spread over the ranks of a group.
+
+    A subclass makes its gate and defines `_apply_to_tokens`.
+
+    Args:
+        config: Shape of the layer.
+        expert_group: Ranks over which the experts are sharded, contiguously in rank order; None keeps all here.
+        dispatcher: "auto" (local on one rank, else alltoall), "local", "alltoall" or "tutel" (needs the tutel extra).
+
+    Attributes:
+        experts: The experts that this rank holds, from the global index `first_expert` on.
+        dispatcher: How tokens reach them.
+        usage: Running routing statistics.
+        auxiliary_weight: Weight of `auxiliary_loss()` beside the task loss.
+
+    Raises:
+        UserError: num_experts is not divisible by the size of expert_group, or this rank is not in it.
+    """
+
+    replicated: ClassVar[tuple[str, ...]] = ()
+    """Names of banks of one expert that every rank holds beside `experts`."""
+
+    def __init__(
+        self, config: Config, expert_group: dist.ProcessGroup | None = None, dispatcher: str = "auto"
+    ) -> None:
+        super().__init__()
+        self.config = config
+        group_size = 1 if expert_group is None else dist.get_world_size(expert_group)
+        if group_size < 1:
+            raise UserError("this rank does not belong to expert_group; give every rank the group that it is in.")
+        if config.num_experts % group_size:
+            raise UserError(
+                f"num_experts {config.num_experts} is not divisible by the expert-parallel size {group_size}; "
+                "change one of them."
+            )
+        local = config.num_experts // group_size
+        self.first_expert = local * (0 if expert_group is None else dist.get_rank(expert_group))
+        self.experts = self._make_experts(local)
+        self.dispatcher = make_dispatcher(dispatcher, expert_group)
+        self.usage = Usage()
+        self.auxiliary_weight = 0.0
+
+    def _make_experts(self, count: int) -> BlockExperts:
+        """`count` experts of the width of the dense FFN."""
+        c = self.config
+        return BlockExperts(count, c.model_dim, c.hidden_dim, c.num_blocks, c.activation, c.bias)
+
+    def reset_parameters(self) -> None:
+        """All experts start from one random dense FFN."""
+        config = self.config
+        up = nn.Linear(config.model_dim, config.hidden_dim, config.bias)
+        down = nn.Linear(config.hidden_dim, config.model_dim, config.bias)
+        self.load_dense(up.weight, up.bias, down.weight, down.bias)
+
+    # -- tokens -------------------------------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
+        """Apply the layer to tokens.
+
+        Args:
+            x: (..., model_dim) tokens; any leading shape, empty included.
+            token_mask: Bool or 0/1, shape x.shape[:-1]; false positions cost nothing, come back as zeros and count in
+                no statistic.
+
+        Returns:
+            Shape and dtype of x.
+        """
+        self._check_shapes(x, token_mask)
+        tokens = x.reshape(-1, x.shape[-1])
+        if token_mask is not None:
+            token_mask = token_mask.reshape(-1).to(device=x.device, dtype=torch.bool)
+        if token_mask is None or self._masks_in_place(tokens):
+            return self._apply_to_tokens(tokens, token_mask).view(x.shape)
+        kept = token_mask.nonzero().squeeze(1)
+        output = self._apply_to_tokens(tokens.index_select(0, kept))
+        return torch.zeros_like(tokens).index_copy(0, kept, output).view(x.shape)
+
+    def _apply_to_tokens(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
+        """Outputs of (N, model_dim) tokens; a mask is given only where `_masks_in_place` holds."""
+        raise NotImplementedError
+
+    def _masks_in_place(self, tokens: Tensor) -> bool:
+        """Whether `_apply_to_tokens` takes a mask, so that no row has to move."""
+        return False
+
+    def _check_shapes(self, x: Tensor, token_mask: Tensor | None) -> None:
+        if x.ndim == 0 or x.shape[-1] != self.config.model_dim:
+            raise UserError(
+                f"input has shape {tuple(x.shape)}, but its last size must be model_dim {self.config.model_dim}."
+            )
+        if token_mask is not None and token_mask.shape != x.shape[:-1]:
+            raise UserError(
+                f"token_mask has shape {tuple(token_mask.shape)}, but tokens have shape {tuple(x.shape[:-1])}."
+            )
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def auxiliary_loss(self) -> Tensor:
+        """What the method minimises besides the task loss, unweighted: a float32 scalar, 0 where there is nothing."""
+        return torch.zeros((), device=self.experts.keys.device)
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def load_dense(
+        self, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor, down_bias: Tensor | None
+    ) -> None:
+        """Start every expert from one dense FFN, in nn.Linear layouts (H, d), (H,), (d, H), (d,)."""
+        for bank in (*(self._locate(name)[0] for name in self.replicated), self.experts):
+            bank.initialise((up_weight, up_bias, down_weight, down_bias))
+
+    def load_ffn(
+        self, expert: str | int, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor,
+        down_bias: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Copy a dense FFN, in nn.Linear layouts (H, d), (H,), (d, H), (d,), into one expert.
+
+        Args:
+            expert: A name in `replicated` or a global index 0..K-1; an expert that another rank holds is skipped here.
+        """
+        bank, index = self._locate(expert)
+        if 0 <= index < bank.keys.shape[0]:
+            bank.load(index, up_weight, up_bias, down_weight, down_bias)
+
+    def ffn_weights(self, expert: str | int) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """One expert in nn.Linear layouts, the inverse of `load_ffn`: copies, detached.
+
+        Under expert parallelism any rank gets any expert; every rank of the group must call, and each may ask for
+        another expert.
+        """
+        bank, index = self._locate(expert)
+        group = getattr(self.dispatcher, "group", None)
+        if bank is not self.experts or group is None or dist.get_world_size(group) == 1:
+            return bank.read(index)
+        return self._collect(int(expert), group)
+
+    def _collect(self, expert: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        asked = torch.tensor([expert], device=self.experts.keys.device)
+        gathered = [torch.empty_like(asked) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, asked, group=group)
+        local = self.experts.keys.shape[0]
+        answer: list[Tensor | None] = []
+        for wanted in sorted({int(t) for t in gathered}):
+            source = dist.get_global_rank(group, wanted // local)
+            index = wanted - self.first_expert
+            tensors = self.experts.read(index if 0 <= index < local else 0)
+            for tensor in tensors:
+                if tensor is not None:
+                    dist.broadcast(tensor, source, group=group)
+            if wanted == expert:
+                answer = list(tensors)
+        return answer[0], answer[1], answer[2], answer[3]  # type: ignore[return-value]
+
+    def _locate(self, expert: str | int) -> tuple[BlockExperts, int]:
+        if expert in self.replicated:
+            return getattr(self, str(expert)), 0
+        last = self.config.num_experts - 1
+        if not isinstance(expert, int) or not 0 <= expert <= last:
+            choices = [*map(repr, self.replicated), f"a whole number from 0 to {last}"]
+            raise UserError(f"expert {expert!r} does not exist; use {' or '.join(choices)}.")
+        return self.experts, expert - self.first_expert
+
+    def extra_repr(self) -> str:
+        config = self.config
+        return (
+            f"d={config.model_dim}, H={config.hidden_dim}, K={config.num_experts}, B={config.num_blocks}, "
+            f"activation={config.activation}"
+        )

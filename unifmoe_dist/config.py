@@ -117,6 +117,9 @@ class ModelConfig:
         num_experts: Number K of (residual) experts.
         num_blocks: Number B of blocks per expert.
         top_k: Experts per token of the layers that route to a fixed number (topk, gmoe, emoe, emoe_learn).
+        max_experts: Most experts of the layers that add some in training (dynmoe, mass); null takes num_experts + 2.
+        adapt_every: Steps between decisions of dynmoe to add and remove experts; 0 makes none.
+        mass_threshold: Routing mass that the experts of a token reach together in mass.
         shared_demand: Fixed alpha of UniF-MoE, an ablation; null adapts it to the token.
         fixed_experts: Fixed number k of residual experts of UniF-MoE, an ablation; null adapts it to the token.
         block_choice: How UniF-MoE chooses shared blocks: by prototype, or the first ones (prefix, an ablation).
@@ -134,11 +137,18 @@ class ModelConfig:
     num_experts: int = 6
     num_blocks: int = 8
     top_k: int = 2
+    max_experts: int | None = None
+    adapt_every: int = 1
+    mass_threshold: float = 0.3
     shared_demand: float | None = None
     fixed_experts: int | None = None
     block_choice: Literal["prototype", "prefix"] = "prototype"
     dispatcher: Literal["auto", "local", "alltoall", "tutel"] = "auto"
     capacity_factor: float | None = None
+
+    def most_experts(self) -> int:
+        """max_experts, or what null stands for."""
+        return self.num_experts + 2 if self.max_experts is None else self.max_experts
 
 
 @dataclass
@@ -190,6 +200,7 @@ class OptimConfig:
         warmup_steps: Steps of linear warm-up.
         grad_clip: Largest global gradient norm; 0 clips nothing.
         lambda_div: Weight of the Gram (router diversity) loss.
+        auxiliary_weight: Weight of the auxiliary loss of the other MoE layers; null takes the method's own.
         on_nonfinite: What a loss or gradient that is not finite does on any rank: stop the run and name the place, or
             skip that update on all ranks and count it. Overflow of scaled fp16 gradients is always skipped.
     """
@@ -203,6 +214,7 @@ class OptimConfig:
     warmup_steps: int = 60
     grad_clip: float = 1.0
     lambda_div: float = 0.01
+    auxiliary_weight: float | None = None
     on_nonfinite: Literal["stop", "skip"] = "stop"
 
 
@@ -324,10 +336,45 @@ class TrainConfig:
             "choose one of its divisors.",
         )
         if self.model.moe != "none":
+            name, slots = "num_experts", self.model.num_experts
+            if self.model.moe in ("dynmoe", "mass"):
+                name, slots = "max_experts", self.model.most_experts()
             _check(
-                self.model.num_experts % size == 0,
-                f"model.num_experts {self.model.num_experts} is not divisible by parallel.expert_parallel_size "
-                f"{size}; change one of them.",
+                slots % size == 0,
+                f"model.{name} {slots} is not divisible by parallel.expert_parallel_size {size}; change one of them.",
             )
+            _check_baseline(self)
             _check_capacity_factor("model.capacity_factor", self.model.capacity_factor)
             _check(bool(self.model.layers), "model.layers is empty; name at least one layer or set model.moe none.")
+
+
+def _check_baseline(config: TrainConfig) -> None:
+    """Refuse options that the chosen MoE layer does not have, or that contradict each other."""
+    model, weight = config.model, config.optim.auxiliary_weight
+    _check(
+        weight is None or 0 <= weight < float("inf"),
+        f"optim.auxiliary_weight must be at least 0 or null, not {weight}.",
+    )
+    if model.moe == "unif":
+        return
+    _check(
+        model.capacity_factor is None,
+        f"model.capacity_factor {model.capacity_factor} belongs to model.moe unif; {model.moe} drops no token.",
+    )
+    _check(model.num_experts >= 1, f"model.num_experts must be at least 1, not {model.num_experts}.")
+    if model.moe in ("topk", "gmoe", "emoe", "emoe_learn"):
+        _check(
+            1 <= model.top_k <= model.num_experts,
+            f"model.top_k {model.top_k} must be from 1 to model.num_experts {model.num_experts}.",
+        )
+        return
+    _check(
+        model.most_experts() >= model.num_experts,
+        f"model.max_experts {model.max_experts} is below model.num_experts {model.num_experts}, the experts that "
+        f"{model.moe} starts with.",
+    )
+    _check(model.adapt_every >= 0, f"model.adapt_every must be at least 0, not {model.adapt_every}.")
+    _check(
+        0 < model.mass_threshold <= 1,
+        f"model.mass_threshold must be above 0 and at most 1, not {model.mass_threshold}.",
+    )

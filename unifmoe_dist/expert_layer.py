@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
 import torch
@@ -15,6 +17,36 @@ from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.usage import Usage
 
 Config = TypeVar("Config", bound=ExpertLayerConfig)
+
+
+@dataclass(frozen=True)
+class AppliedStep:
+    """What a layer may ask about an optimiser step that has been applied. The functions are collective.
+
+    Args:
+        step: Its number, from 1.
+        all_sum: Sums a tensor over all ranks, as float64 on the CPU.
+        task_loss: Task loss of the step's last micro-batch with the weights as they are now, averaged over ranks.
+    """
+
+    step: int
+    all_sum: Callable[[Tensor], Tensor]
+    task_loss: Callable[[], float]
+
+
+@dataclass(frozen=True)
+class ChangedRows:
+    """Rows of a parameter, along its first dimension, that a layer has rewritten in place.
+
+    Args:
+        parameter: The parameter as this rank holds it.
+        rows: Indices of the rows.
+        forget: Whether what the optimiser remembers of them (its moments) no longer holds.
+    """
+
+    parameter: nn.Parameter
+    rows: list[int]
+    forget: bool
 
 
 class ExpertLayer(nn.Module, Generic[Config]):
@@ -119,14 +151,26 @@ class ExpertLayer(nn.Module, Generic[Config]):
         """What the method minimises besides the task loss, unweighted: a float32 scalar, 0 where there is nothing."""
         return torch.zeros((), device=self.experts.keys.device)
 
+    def after_step(self, applied: AppliedStep) -> list[ChangedRows]:
+        """Change what the method changes between steps; collective: all ranks call it, and decide alike.
+
+        Returns:
+            What was rewritten, for the optimiser to take over; buffers and frozen parameters are not listed.
+        """
+        return []
+
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def load_dense(
         self, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor, down_bias: Tensor | None
     ) -> None:
         """Start every expert from one dense FFN, in nn.Linear layouts (H, d), (H,), (d, H), (d,)."""
-        for bank in (*(self._locate(name)[0] for name in self.replicated), self.experts):
+        for bank in self.banks():
             bank.initialise((up_weight, up_bias, down_weight, down_bias))
+
+    def banks(self) -> list[BlockExperts]:
+        """All banks of experts on this rank: those that every rank holds, and this rank's share."""
+        return [*(self._locate(name)[0] for name in self.replicated), self.experts]
 
     def load_ffn(
         self, expert: str | int, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor,
@@ -148,10 +192,15 @@ class ExpertLayer(nn.Module, Generic[Config]):
         another expert.
         """
         bank, index = self._locate(expert)
-        group = getattr(self.dispatcher, "group", None)
+        group = self.expert_group
         if bank is not self.experts or group is None or dist.get_world_size(group) == 1:
             return bank.read(index)
         return self._collect(int(expert), group)
+
+    @property
+    def expert_group(self) -> dist.ProcessGroup | None:
+        """Ranks over which the experts are sharded; None where all are here."""
+        return getattr(self.dispatcher, "group", None)
 
     def _collect(self, expert: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         asked = torch.tensor([expert], device=self.experts.keys.device)

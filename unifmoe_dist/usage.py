@@ -62,8 +62,25 @@ class Usage:
     @torch.no_grad()
     def update(self, routing: Routing) -> None:
         """Count the tokens of one routing decision; masked ones, which share no block, are left out."""
-        self.num_experts = routing.gates.shape[1]
         totals = self._sums(routing) if routing.statistics is None else routing.statistics.sum(0, dtype=torch.float64)
+        self._add(totals, routing.gates.shape[1])
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def update_gates(self, gates: Tensor, blocks_per_expert: float, num_blocks: int) -> None:
+        """Count N tokens that use complete experts: those of their K whose gates (N, K) are not 0.
+
+        `blocks_per_expert` is what one of them costs, in blocks of a dense FFN cut into `num_blocks`. Nothing is
+        shared and nothing dropped.
+        """
+        load = (gates != 0).double().sum(0)
+        tokens, nothing = load.new_tensor([gates.shape[0]]), load.new_zeros(3 + num_blocks)
+        count = load.sum()[None]
+        totals = torch.cat([tokens, count * blocks_per_expert, count, nothing[:3], load, nothing[3:]])
+        self._add(totals, gates.shape[1])
+
+    def _add(self, totals: Tensor, num_experts: int) -> None:
+        self.num_experts = num_experts
         with torch.inference_mode(False):  # what an evaluation starts, training may continue
             if self.totals is None:
                 self.totals = torch.zeros_like(totals)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from unifmoe_dist.baselines import LayerOptions, upcycle_baseline
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.base import TaskData
 from unifmoe_dist.engine.ranks import Ranks
@@ -42,10 +43,29 @@ def build_model(config: TrainConfig, task: TaskData, ranks: Ranks | None = None)
         )  # fmt: skip
         for layer in moe_layers(model).values():
             layer.auxiliary_weight = config.optim.lambda_div
+    elif config.model.moe != "none":
+        model = upcycle_baseline(
+            model, config.model.moe, config.model.layers, layer_options(config),
+            expert_group=None if ranks is None else ranks.expert_group,
+            dispatcher="auto" if ranks is None else config.model.dispatcher,
+        )  # fmt: skip
+        for layer in moe_layers(model).values():
+            if config.optim.auxiliary_weight is not None:
+                layer.auxiliary_weight = config.optim.auxiliary_weight
     if config.parallel.gradient_checkpointing:
         enable: Any = getattr(model, "gradient_checkpointing_enable", None) or model.set_grad_checkpointing
         enable()
     return model
+
+
+def layer_options(config: TrainConfig) -> LayerOptions:
+    """What a configuration tells the builders of the other MoE layers."""
+    model = config.model
+    return LayerOptions(
+        num_experts=model.num_experts, num_blocks=model.num_blocks, top_k=model.top_k,
+        max_experts=model.most_experts(), adapt_every=model.adapt_every, mass_threshold=model.mass_threshold,
+        expansion_steps=config.steps // 10,
+    )  # fmt: skip
 
 
 def mark_experts(model: nn.Module, ranks: Ranks) -> None:
@@ -63,7 +83,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module, ranks: Ranks) -> torc
     kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            plain = name.endswith(("router.weight", "bias")) or parameter.ndim < 2
+            plain = ".router." in f".{name}" or name.endswith("bias") or parameter.ndim < 2
             kinds.setdefault((not plain, not getattr(parameter, "allreduce", True)), []).append(parameter)
     groups = []
     for (decayed, sharded), parameters in kinds.items():

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
+from unifmoe_dist.baselines import LayerOptions, upcycle_baseline
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.engine import build, checkpoint
 from unifmoe_dist.engine.cli import load_train_config
@@ -148,14 +149,22 @@ def _describe(config: TrainConfig, model: Any) -> dict[str, Any]:
     from unifmoe_dist.data.timm_models import DIGITS_CFG
 
     made = getattr(model, "pretrained_cfg", None) or DIGITS_CFG
-    keys = ("layers", "num_experts", "num_blocks", "capacity_factor")
     return {
         "library": "timm",
         "architecture": made["architecture"],
         "num_classes": model.num_classes,
         "pretrained_cfg": {k: v for k, v in made.items() if v is not None and k != "architecture"},
-        "moe": {key: getattr(config.model, key) for key in keys} if config.model.moe == "unif" else None,
+        "moe": _describe_layers(config),
     }
+
+
+def _describe_layers(config: TrainConfig) -> dict[str, Any] | None:
+    """Arguments of `upcycle`, or with "method" those of `upcycle_baseline`."""
+    if config.model.moe == "unif":
+        return {key: getattr(config.model, key) for key in ("layers", "num_experts", "num_blocks", "capacity_factor")}
+    if config.model.moe == "none":
+        return None
+    return {"method": config.model.moe, "layers": config.model.layers, "options": asdict(build.layer_options(config))}
 
 
 def _skeleton(shape: dict[str, Any]) -> nn.Module:
@@ -172,7 +181,15 @@ def _skeleton(shape: dict[str, Any]) -> nn.Module:
         import unifmoe_dist.data.timm_models  # noqa: F401  registers digits_vit
 
         model = timm.create_model(shape["architecture"], num_classes=shape["num_classes"])
-        return model if shape["moe"] is None else upcycle(model, **shape["moe"])
+        return _with_layers(model, shape["moe"])
+
+
+def _with_layers(model: nn.Module, moe: dict[str, Any] | None) -> nn.Module:
+    if moe is None:
+        return model
+    if "method" in moe:
+        return upcycle_baseline(model, **{**moe, "options": LayerOptions(**moe["options"])})
+    return upcycle(model, **moe)
 
 
 def _transformers_class(config: dict[str, Any]) -> Any:

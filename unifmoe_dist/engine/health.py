@@ -126,7 +126,7 @@ def locate(
         ("weights", f"the weight {name} is not finite") for name, p in model.named_parameters() if not _finite(p)
     ]
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    with _unnoticed(model, ranks.device):
+    with unnoticed(model, ranks.device):
         for batch in micro_batches:
             found += [("inputs", f"the input {n} is not finite") for n, t in inputs_of(batch).items() if not _finite(t)]
             with _traced(model) as trace:
@@ -198,7 +198,7 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 @contextmanager
-def _unnoticed(model: nn.Module, device: torch.device) -> Iterator[None]:
+def unnoticed(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Leave generators and usage statistics as they were."""
     usage = {layer: layer.usage.snapshot() for layer in moe_layers(model).values()}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

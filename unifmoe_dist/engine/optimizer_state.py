@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unifmoe_dist.expert_layer import ChangedRows
+
 
 def is_partitioned(engine: Any) -> bool:
     """Whether ZeRO holds the optimiser state in flat partitions."""
@@ -71,6 +73,29 @@ def restore(engine: Any, states: dict[Any, dict[str, Tensor]], scalars: dict[str
             parameter.set_full_hp_param(state[key], key)
         with torch.no_grad():
             parameter.copy_(state["fp32"])
+
+
+@torch.no_grad()
+def take_over(engine: Any, changes: list[ChangedRows]) -> None:
+    """Give rows that were rewritten in place to the optimiser; collective over the ranks that hold the parameter.
+
+    Without it ZeRO would overwrite them at the next step from its own master weights.
+    """
+    keys = _link(engine.optimizer) if changes and is_partitioned(engine) else []
+    for change in changes:
+        parameter: Any = change.parameter
+        if not is_partitioned(engine):
+            for state in engine.optimizer.state.get(parameter, {}).values():
+                if change.forget and torch.is_tensor(state) and state.shape == parameter.shape:
+                    state[change.rows] = 0
+            continue
+        master = parameter.get_full_hp_param()
+        master[change.rows] = parameter[change.rows].to(master)
+        parameter.set_full_hp_param(master)
+        for key in keys if change.forget else []:
+            state = parameter.get_full_hp_param(key)
+            state[change.rows] = 0
+            parameter.set_full_hp_param(state, key)
 
 
 def _link(zero: Any) -> list[str]:

@@ -19,14 +19,15 @@ from tqdm import tqdm
 
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.base import Batch, TaskData
-from unifmoe_dist.engine import build, checkpoint, clipping
+from unifmoe_dist.engine import build, checkpoint, clipping, optimizer_state
 from unifmoe_dist.engine.batches import TrainBatches
 from unifmoe_dist.engine.cli import dump_train_config, load_train_config
 from unifmoe_dist.engine.evaluate import Score, collect_usage, evaluate, logits_of, to_device
-from unifmoe_dist.engine.health import StepCheck, Verdict, locate, skip_update
+from unifmoe_dist.engine.health import StepCheck, Verdict, locate, skip_update, unnoticed
 from unifmoe_dist.engine.preemption import StopSignals
 from unifmoe_dist.engine.ranks import Ranks, seed_everything
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.expert_layer import AppliedStep
 from unifmoe_dist.phases import phase
 from unifmoe_dist.upcycling import moe_layers
 from unifmoe_dist.usage import UsageSummary
@@ -71,7 +72,9 @@ def _check_same_run(folder: Path, config: TrainConfig) -> None:
     def fixed(options: TrainConfig) -> dict[str, Any]:
         data = options.data
         return {
+            "model.moe": options.model.moe,
             "model.num_blocks": options.model.num_blocks,
+            "model.top_k": options.model.top_k,
             "data.task": data.task,
             "data.held_out": data.held_out,
             "data.split_seed": options.seed if data.split_seed is None else data.split_seed,
@@ -213,6 +216,8 @@ class Trainer:
                 layer.usage.restore(totals)
         applied = verdict.finite and self.engine.was_step_applied()
         self.skipped += not applied
+        if applied:
+            self._after_step(batch)
         return StepResult(sums, verdict.finite, verdict.signal)
 
     def _losses(self, model: Any, batch: Batch) -> dict[str, Tensor]:
@@ -226,6 +231,19 @@ class Trainer:
             loss, div_loss = loss + layer.auxiliary_weight * auxiliary, div_loss + auxiliary
         hits = (logits.argmax(-1) == labels).float().mean()
         return {"loss": loss, "task_loss": task_loss, "div_loss": div_loss, "accuracy": hits}
+
+    def _after_step(self, batch: Batch) -> None:
+        """Let the layers change what their methods change between steps."""
+
+        @torch.no_grad()
+        def task_loss() -> float:
+            with unnoticed(self.model, self.ranks.device):
+                loss = self._losses(self.model, batch)["task_loss"]
+            return float(self.ranks.all_sum(loss)) / self.ranks.world_size
+
+        step = AppliedStep(self.step, self.ranks.all_sum, task_loss)
+        for layer in self.layers.values():
+            optimizer_state.take_over(self.engine, layer.after_step(step))
 
     def _inputs(self, batch: Batch) -> dict[str, Tensor]:
         return to_device(batch[0], self.ranks.device, self.dtype)

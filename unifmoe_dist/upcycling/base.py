@@ -20,6 +20,15 @@ class DenseFFN:
     down: nn.Linear
     activation: str
 
+    def shape(self) -> dict[str, Any]:
+        """Its part of an `ExpertLayerConfig`."""
+        return {
+            "model_dim": self.up.in_features,
+            "hidden_dim": self.up.out_features,
+            "activation": self.activation,
+            "bias": self.up.bias is not None or self.down.bias is not None,
+        }
+
     @classmethod
     def of(cls, up: Any, activation: nn.Module | Callable[[Tensor], Tensor], down: Any) -> DenseFFN:
         """Check the parts of an FFN.

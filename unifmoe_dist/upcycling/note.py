@@ -22,7 +22,15 @@ def record(
     group: ProcessGroup | None,
     capacity_factor: float | None = None,
 ) -> None:
-    """Note an upcycling in a Transformers model's config (other models have none: nothing happens).
+    """Note an upcycling to UniF-MoE layers in a Transformers model's config."""
+    entry: dict[str, Any] = {"layers": layers, "num_experts": num_experts, "num_blocks": num_blocks}
+    if capacity_factor is not None:
+        entry["capacity_factor"] = capacity_factor
+    note(model, entry, group)
+
+
+def note(model: nn.Module, entry: dict[str, Any], group: ProcessGroup | None) -> None:
+    """Add an entry to a Transformers model's config (other models have none: nothing happens).
 
     The model gets a config of its own, so that a dense twin built from the same object stays dense.
     """
@@ -31,11 +39,7 @@ def record(
         return
     new = copy.deepcopy(old)
     size = 1 if group is None else distributed.get_world_size(group)
-    note: dict[str, Any] = {"layers": layers, "num_experts": num_experts, "num_blocks": num_blocks}
-    note["expert_parallel_size"] = size
-    if capacity_factor is not None:
-        note["capacity_factor"] = capacity_factor
-    setattr(new, KEY, [*(getattr(old, KEY, None) or []), note])
+    setattr(new, KEY, [*(getattr(old, KEY, None) or []), {**entry, "expert_parallel_size": size}])
     module: Any
     for module in model.modules():
         if module.__dict__.get("config") is old:

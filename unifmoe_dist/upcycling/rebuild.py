@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
+from dataclasses import fields
 from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -18,9 +20,11 @@ from typing import Any
 from torch import nn
 
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.expert_layer import ExpertLayer
 from unifmoe_dist.upcycling.adapters import find_adapter
+from unifmoe_dist.upcycling.base import DenseFFN
 from unifmoe_dist.upcycling.note import KEY
-from unifmoe_dist.upcycling.upcycle import convert, moe_layers
+from unifmoe_dist.upcycling.upcycle import convert, layer_maker, moe_layers
 
 _TARGET = "transformers.modeling_utils"
 
@@ -40,8 +44,18 @@ def rebuild(model: nn.Module) -> None:
         blocks = find_adapter(model).blocks(model)
         missing = [index for index in note["layers"] if not moe_layers(blocks[index])]
         if missing:
-            limit = note.get("capacity_factor")
-            convert(model, missing, note["num_experts"], note["num_blocks"], capacity_factor=limit)
+            convert(model, missing, _maker(note))
+
+
+def _maker(note: dict[str, Any]) -> Callable[[DenseFFN], ExpertLayer]:
+    """What makes the layers that a note tells of."""
+    if "method" not in note:
+        return layer_maker(note["num_experts"], note["num_blocks"], capacity_factor=note.get("capacity_factor"))
+    from unifmoe_dist.baselines.construction import LayerOptions  # they are made of what is here
+    from unifmoe_dist.baselines.construction import layer_maker as baseline_maker
+
+    options = {field.name: note[field.name] for field in fields(LayerOptions) if field.name in note}
+    return baseline_maker(note["method"], LayerOptions(**options))
 
 
 def install_rebuild() -> None:

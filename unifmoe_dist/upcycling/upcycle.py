@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -56,32 +56,50 @@ def upcycle(
         UserError: Unsupported model, FFN or activation; a layer index that is out of range, given twice or
             already upcycled; a hidden width that num_blocks does not divide; a capacity_factor not above 0.
     """
-    converted = convert(model, layers, num_experts, num_blocks, expert_group, dispatcher, router_seed, capacity_factor)
+    make = layer_maker(num_experts, num_blocks, expert_group, dispatcher, capacity_factor)
+    converted = convert(model, layers, make, router_seed)
     record(model, converted, num_experts, num_blocks, expert_group, capacity_factor)
     return model
+
+
+def layer_maker(
+    num_experts: int,
+    num_blocks: int,
+    expert_group: ProcessGroup | None = None,
+    dispatcher: str = "auto",
+    capacity_factor: float | None = None,
+) -> Callable[[DenseFFN], ExpertLayer]:
+    """A function from a dense FFN to a UniF-MoE layer of that shape."""
+
+    def make(ffn: DenseFFN) -> ExpertLayer:
+        config = UniFMoEConfig(
+            **ffn.shape(), num_experts=num_experts, num_blocks=num_blocks, capacity_factor=capacity_factor
+        )
+        return UniFMoELayer(config, expert_group=expert_group, dispatcher=dispatcher)
+
+    return make
 
 
 def convert(
     model: nn.Module,
     layers: Iterable[int],
-    num_experts: int,
-    num_blocks: int,
-    expert_group: ProcessGroup | None = None,
-    dispatcher: str = "auto",
+    make: Callable[[DenseFFN], ExpertLayer],
     router_seed: int | None = None,
-    capacity_factor: float | None = None,
 ) -> list[int]:
-    """`upcycle` without noting it in the model's config. Returns the indices counted from 0."""
+    """Replace FFNs by the layers that `make` makes for them, which start from the FFNs' weights.
+
+    The model's config is not touched. Returns the indices counted from 0; the rest is as for `upcycle`.
+    """
     adapter = find_adapter(model)
     blocks = adapter.blocks(model)
     indices = _resolve(layers, len(blocks))
-    made: dict[int, UniFMoELayer] = {}
+    made: dict[int, ExpertLayer] = {}
     for index in indices:
-        if moe_layers(blocks[index]):
-            raise UserError(f"Layer {index} already is a UniF-MoE layer; leave it out of layers.")
+        if present := list(moe_layers(blocks[index]).values()):
+            name = type(present[0]).__name__.removesuffix("Layer").replace("UniFMoE", "UniF-MoE")
+            raise UserError(f"Layer {index} already is a {name} layer; leave it out of layers.")
         ffn = adapter.read(blocks[index])
-        seed = None if router_seed is None else router_seed + index
-        made[index] = _moe_of(ffn, num_experts, num_blocks, expert_group, dispatcher, seed, capacity_factor)
+        made[index] = _start(ffn, make, None if router_seed is None else router_seed + index)
     for index, layer in made.items():
         adapter.install(blocks[index], layer)
     return indices
@@ -112,34 +130,17 @@ def _resolve(layers: Iterable[int], depth: int) -> list[int]:
     return resolved
 
 
-def _moe_of(
-    ffn: DenseFFN,
-    num_experts: int,
-    num_blocks: int,
-    group: ProcessGroup | None,
-    dispatcher: str,
-    seed: int | None,
-    capacity_factor: float | None,
-) -> UniFMoELayer:
-    """A UniF-MoE layer whose experts all equal a dense FFN."""
+def _start(ffn: DenseFFN, make: Callable[[DenseFFN], ExpertLayer], seed: int | None) -> ExpertLayer:
+    """A layer whose experts come from a dense FFN."""
     up, down = ffn.up, ffn.down
-    config = UniFMoEConfig(
-        model_dim=up.in_features,
-        hidden_dim=up.out_features,
-        num_experts=num_experts,
-        num_blocks=num_blocks,
-        activation=ffn.activation,
-        bias=up.bias is not None or down.bias is not None,
-        capacity_factor=capacity_factor,
-    )
     with _fresh(up.weight.is_meta, seed):
-        layer = UniFMoELayer(config, expert_group=group, dispatcher=dispatcher)
+        layer = make(ffn)
     layer.to(device=up.weight.device, dtype=up.weight.dtype)
     if not up.weight.is_meta:
         layer.load_dense(up.weight, up.bias, down.weight, down.bias)
     trained = any(parameter.requires_grad for part in (up, down) for parameter in part.parameters())
-    layer.shared.requires_grad_(trained)
-    layer.experts.requires_grad_(trained)
+    for bank in layer.banks():
+        bank.requires_grad_(trained)
     return layer.train(up.training)
 
 

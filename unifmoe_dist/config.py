@@ -336,6 +336,7 @@ class TrainConfig:
             "choose one of its divisors.",
         )
         if self.model.moe != "none":
+            _check_baseline(self)
             name, slots = "num_experts", self.model.num_experts
             if self.model.moe in ("dynmoe", "mass"):
                 name, slots = "max_experts", self.model.most_experts()
@@ -343,7 +344,6 @@ class TrainConfig:
                 slots % size == 0,
                 f"model.{name} {slots} is not divisible by parallel.expert_parallel_size {size}; change one of them.",
             )
-            _check_baseline(self)
             _check_capacity_factor("model.capacity_factor", self.model.capacity_factor)
             _check(bool(self.model.layers), "model.layers is empty; name at least one layer or set model.moe none.")
 

@@ -50,7 +50,7 @@ def _curves(train: list[dict], validation: list[dict], path: Path) -> Path:
     steps = [r["step"] for r in train]
     left.plot(steps, [r["task_loss"] for r in train], label="task loss")
     if any(r["div_loss"] for r in train):
-        left.plot(steps, [r["div_loss"] for r in train], label="Gram loss (unweighted)")
+        left.plot(steps, [r["div_loss"] for r in train], label="auxiliary loss (unweighted)")
     left.set_yscale("log")
     left.legend(frameon=False)
     _style(left, "step", "loss (log scale)", "Training loss")

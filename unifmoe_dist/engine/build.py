@@ -53,9 +53,16 @@ def build_model(config: TrainConfig, task: TaskData, ranks: Ranks | None = None)
             if config.optim.auxiliary_weight is not None:
                 layer.auxiliary_weight = config.optim.auxiliary_weight
     if config.parallel.gradient_checkpointing:
-        enable: Any = getattr(model, "gradient_checkpointing_enable", None) or model.set_grad_checkpointing
-        enable()
+        checkpoint_activations(model)
     return model
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Recompute activations in the backward pass, in a way that losses computed inside the layers survive."""
+    if hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.set_grad_checkpointing()
 
 
 def layer_options(config: TrainConfig) -> LayerOptions:

@@ -67,7 +67,7 @@ def mass(x: Tensor, p: Parameters, active: list[int], tau: float, **_) -> dict[i
     chosen, reached = [], 0.0
     for place in _best(scores, len(active)):
         chosen.append(place)
-        reached += float(scores[place])
+        reached += float(scores[place].detach())
         if reached >= tau:
             break
     total = sum(scores[place] for place in chosen)

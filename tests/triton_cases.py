@@ -372,8 +372,9 @@ def check_layer(layer: UniFMoELayer, x: Tensor, token_mask: Tensor | None = None
 
 @pytest.mark.parametrize(
     "sizes",
-    [dict(), dict(experts=1), dict(hidden=32, blocks=2), dict(dim=48, hidden=144, blocks=3), dict(capacity_factor=0.7)],
-)
+    [dict(), dict(experts=1), dict(hidden=32, blocks=2), dict(dim=48, hidden=144, blocks=3), dict(capacity_factor=0.7),
+     dict(shared_demand=0.4), dict(fixed_experts=2), dict(block_choice="prefix")],
+)  # fmt: skip
 def test_layer(sizes):
     layer = make_layer(**sizes)
     check_layer(layer, random(3, 5, layer.config.model_dim))

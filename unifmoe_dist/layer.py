@@ -13,6 +13,7 @@ from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.kernels import block_ffn, masks_in_place, route_tokens, shared_and_residual_ffn
 from unifmoe_dist.phases import phase
 from unifmoe_dist.routing import Router, Routing
+from unifmoe_dist.routing_policies import RouterPolicies
 from unifmoe_dist.usage import Usage
 
 
@@ -52,7 +53,7 @@ class UniFMoELayer(nn.Module):
             )
         local = config.num_experts // group_size
         self.first_expert = local * (0 if expert_group is None else dist.get_rank(expert_group))
-        self.router = Router(config.model_dim, config.num_experts)
+        self.router = Router(config.model_dim, config.num_experts, RouterPolicies.of(config))
         shape = (config.model_dim, config.hidden_dim, config.num_blocks, config.activation, config.bias)
         self.shared = BlockExperts(1, *shape)
         self.experts = BlockExperts(local, *shape)

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.config import LayerChoices, TrainConfig
 from unifmoe_dist.engine import build, checkpoint
 from unifmoe_dist.engine.cli import load_train_config
 from unifmoe_dist.errors import UserError
@@ -148,7 +148,7 @@ def _describe(config: TrainConfig, model: Any) -> dict[str, Any]:
     from unifmoe_dist.data.timm_models import DIGITS_CFG
 
     made = getattr(model, "pretrained_cfg", None) or DIGITS_CFG
-    keys = ("layers", "num_experts", "num_blocks", "capacity_factor")
+    keys = ("layers", "num_experts", "num_blocks", *LayerChoices.__annotations__)
     return {
         "library": "timm",
         "architecture": made["architecture"],

@@ -72,6 +72,9 @@ def _check_same_run(folder: Path, config: TrainConfig) -> None:
         data = options.data
         return {
             "model.num_blocks": options.model.num_blocks,
+            "model.shared_demand": options.model.shared_demand,
+            "model.fixed_experts": options.model.fixed_experts,
+            "model.block_choice": options.model.block_choice,
             "data.task": data.task,
             "data.held_out": data.held_out,
             "data.split_seed": options.seed if data.split_seed is None else data.split_seed,

@@ -20,6 +20,7 @@ from unifmoe_dist.kernels.grouped import grouped_block_ffn
 from unifmoe_dist.kernels.reference import reference_block_ffn
 from unifmoe_dist.phases import phase
 from unifmoe_dist.routing import Router, Routing
+from unifmoe_dist.routing_policies import RouterPolicies
 
 KERNELS = ("auto", "triton", "grouped", "reference")
 _TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
@@ -85,7 +86,7 @@ def route_tokens(
 
     `token_mask_N` (N,) bool, only where `masks_in_place` holds: a false token uses nothing and its row is all zeros.
     """
-    if _triton_routes(x_ND, router.weight.shape[0], prototypes_BD.shape[0]):
+    if _triton_routes(x_ND, router, prototypes_BD.shape[0]):
         from unifmoe_dist.kernels.triton_routing import triton_route
 
         with torch.autocast(x_ND.device.type, enabled=False):
@@ -96,7 +97,7 @@ def route_tokens(
 
 def masks_in_place(x_ND: Tensor, router: Router, num_blocks: int) -> bool:
     """Whether routing takes a token mask, so that no row has to move and the host need not know how many there are."""
-    return _triton_routes(x_ND, router.weight.shape[0], num_blocks)
+    return _triton_routes(x_ND, router, num_blocks)
 
 
 def _wants_triton(x: Tensor) -> bool:
@@ -113,11 +114,12 @@ def _triton_for(x: Tensor, weights: ExpertWeights) -> bool:
     return _supported(unsupported(x, weights)) and (_choice == "triton" or trial.ffn_works(x, weights))
 
 
-def _triton_routes(x: Tensor, columns: int, num_blocks: int) -> bool:
-    if not _wants_triton(x):
+def _triton_routes(x: Tensor, router: Router, num_blocks: int) -> bool:
+    if not _wants_triton(x) or router.policies != RouterPolicies():  # ablations route in plain torch
         return False
     from unifmoe_dist.kernels.triton_routing import unsupported
 
+    columns = router.weight.shape[0]
     if not _supported(unsupported(x, columns, num_blocks)):
         return False
     return _choice == "triton" or trial.routing_works(x, columns, num_blocks)

@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import dataclasses
+from typing import Any, Unpack
 
 from torch import distributed, nn
 from torch.distributed import ProcessGroup
+
+from unifmoe_dist.config import LayerChoices, UniFMoEConfig
 
 KEY = "unif_moe"
 
@@ -20,7 +23,7 @@ def record(
     num_experts: int,
     num_blocks: int,
     group: ProcessGroup | None,
-    capacity_factor: float | None = None,
+    **choices: Unpack[LayerChoices],
 ) -> None:
     """Note an upcycling in a Transformers model's config (other models have none: nothing happens).
 
@@ -33,8 +36,8 @@ def record(
     size = 1 if group is None else distributed.get_world_size(group)
     note: dict[str, Any] = {"layers": layers, "num_experts": num_experts, "num_blocks": num_blocks}
     note["expert_parallel_size"] = size
-    if capacity_factor is not None:
-        note["capacity_factor"] = capacity_factor
+    defaults = {field.name: field.default for field in dataclasses.fields(UniFMoEConfig)}
+    note.update({name: value for name, value in choices.items() if value != defaults[name]})
     setattr(new, KEY, [*(getattr(old, KEY, None) or []), note])
     module: Any
     for module in model.modules():

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from unifmoe_dist.config import LayerChoices
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling.adapters import find_adapter
 from unifmoe_dist.upcycling.note import KEY
@@ -40,8 +41,8 @@ def rebuild(model: nn.Module) -> None:
         blocks = find_adapter(model).blocks(model)
         missing = [index for index in note["layers"] if not moe_layers(blocks[index])]
         if missing:
-            limit = note.get("capacity_factor")
-            convert(model, missing, note["num_experts"], note["num_blocks"], capacity_factor=limit)
+            choices: Any = {name: note[name] for name in LayerChoices.__annotations__ if name in note}
+            convert(model, missing, note["num_experts"], note["num_blocks"], **choices)
 
 
 def install_rebuild() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TypeVar, Unpack
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from unifmoe_dist.config import UniFMoEConfig
+from unifmoe_dist.config import LayerChoices, UniFMoEConfig
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.layer import UniFMoELayer
 from unifmoe_dist.upcycling.adapters import find_adapter
@@ -29,7 +29,7 @@ def upcycle(
     expert_group: ProcessGroup | None = None,
     dispatcher: str = "auto",
     router_seed: int | None = None,
-    capacity_factor: float | None = None,
+    **choices: Unpack[LayerChoices],
 ) -> Model:
     """Replace the FFNs of some transformer layers by UniF-MoE layers, in place.
 
@@ -46,17 +46,17 @@ def upcycle(
         expert_group: Ranks that share the residual experts; None keeps all of them here.
         dispatcher: How tokens reach experts on other ranks: auto, local, alltoall or tutel.
         router_seed: Seed of the new routers; None draws from torch's global generator.
-        capacity_factor: Largest load of an expert, as a multiple of the mean; None drops nothing.
+        choices: `capacity_factor`, `shared_demand`, `fixed_experts` and `block_choice` of `UniFMoEConfig`.
 
     Returns:
         The same model.
 
     Raises:
         UserError: Unsupported model, FFN or activation; a layer index that is out of range, given twice or
-            already upcycled; a hidden width that num_blocks does not divide; a capacity_factor not above 0.
+            already upcycled; a hidden width that num_blocks does not divide; a choice out of range.
     """
-    converted = convert(model, layers, num_experts, num_blocks, expert_group, dispatcher, router_seed, capacity_factor)
-    record(model, converted, num_experts, num_blocks, expert_group, capacity_factor)
+    converted = convert(model, layers, num_experts, num_blocks, expert_group, dispatcher, router_seed, **choices)
+    record(model, converted, num_experts, num_blocks, expert_group, **choices)
     return model
 
 
@@ -68,7 +68,7 @@ def convert(
     expert_group: ProcessGroup | None = None,
     dispatcher: str = "auto",
     router_seed: int | None = None,
-    capacity_factor: float | None = None,
+    **choices: Unpack[LayerChoices],
 ) -> list[int]:
     """`upcycle` without noting it in the model's config. Returns the indices counted from 0."""
     adapter = find_adapter(model)
@@ -80,7 +80,7 @@ def convert(
             raise UserError(f"Layer {index} already is a UniF-MoE layer; leave it out of layers.")
         ffn = adapter.read(blocks[index])
         seed = None if router_seed is None else router_seed + index
-        made[index] = _moe_of(ffn, num_experts, num_blocks, expert_group, dispatcher, seed, capacity_factor)
+        made[index] = _moe_of(ffn, num_experts, num_blocks, expert_group, dispatcher, seed, choices)
     for index, layer in made.items():
         adapter.install(blocks[index], layer)
     return indices
@@ -118,7 +118,7 @@ def _moe_of(
     group: ProcessGroup | None,
     dispatcher: str,
     seed: int | None,
-    capacity_factor: float | None,
+    choices: LayerChoices,
 ) -> UniFMoELayer:
     """A UniF-MoE layer whose experts all equal a dense FFN."""
     up, down = ffn.up, ffn.down
@@ -129,7 +129,7 @@ def _moe_of(
         num_blocks=num_blocks,
         activation=ffn.activation,
         bias=up.bias is not None or down.bias is not None,
-        capacity_factor=capacity_factor,
+        **choices,
     )
     with _fresh(up.weight.is_meta, seed):
         layer = UniFMoELayer(config, expert_group=group, dispatcher=dispatcher)

@@ -115,7 +115,7 @@ class UniFMoELayer(nn.Module):
         return self._route(x.reshape(-1, x.shape[-1]))
 
     def _route(self, x: Tensor, token_mask: Tensor | None = None) -> Routing:
-        return route_tokens(x, self.router, self.shared.prototypes()[0], token_mask)
+        return route_tokens(x, self.router, self.shared, token_mask)
 
     def diversity_loss(self) -> Tensor:
         """Gram loss of this layer's router, a float32 scalar."""

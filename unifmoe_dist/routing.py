@@ -6,11 +6,27 @@ Shapes carry suffixes: N tokens, D model width, K residual experts, B blocks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unifmoe_dist.routing_policies import RouterPolicies
+
+
+@dataclass(frozen=True)
+class ByProducts:
+    """What fused kernels make on their way to a decision, over E = K + 1 experts, the shared one first.
+
+    Args:
+        coefficients: (N, E) float32, alpha and the gates side by side; carries gradient.
+        statistics: (6 + K + B,) float64, the sums that `Usage` keeps.
+        group_offsets: Where the rows of every (expert, block) group start in every span of tokens; the GPU path's own.
+    """
+
+    coefficients: Tensor
+    statistics: Tensor
+    group_offsets: Any
 
 
 @dataclass(frozen=True)
@@ -25,7 +41,8 @@ class Routing:
         shared_block_count: (N,) int64, b.
         expert_count: (N,) int64, k.
         dropped: (N,) int64, assignments that a capacity limit took away, not counted in k; None without a limit.
-        statistics: (any, 6 + K + B) float32, parts of the sums that `Usage` keeps, where routing made them by the way.
+        by_products: What later steps would otherwise compute from the above, where routing made it by the way. Whoever
+            changes the decision drops it.
     """
 
     shared_demand: Tensor
@@ -35,7 +52,7 @@ class Routing:
     shared_block_count: Tensor
     expert_count: Tensor
     dropped: Tensor | None = None
-    statistics: Tensor | None = None
+    by_products: ByProducts | None = None
 
     @property
     def block_compute(self) -> Tensor:

@@ -63,7 +63,7 @@ class Usage:
     def update(self, routing: Routing) -> None:
         """Count the tokens of one routing decision; masked ones, which share no block, are left out."""
         self.num_experts = routing.gates.shape[1]
-        totals = self._sums(routing) if routing.statistics is None else routing.statistics.sum(0, dtype=torch.float64)
+        totals = self._sums(routing) if routing.by_products is None else routing.by_products.statistics
         with torch.inference_mode(False):  # what an evaluation starts, training may continue
             if self.totals is None:
                 self.totals = torch.zeros_like(totals)

@@ -5,21 +5,31 @@ Deliberately shares no code with the package: it is the yardstick for it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
 def decide(
-    x: Tensor, router: Tensor, up_shared: Tensor, num_blocks: int
-) -> tuple[Tensor, list[int], list[int], Tensor]:
-    """One token's alpha, shared blocks, active experts (best first) and affinities."""
+    x: Tensor, router: Tensor, up_shared: Tensor, num_blocks: int, shared_demand: float | None = None,
+    fixed_experts: int | None = None, block_choice: str = "prototype",
+) -> tuple[Tensor, list[int], list[int], Tensor]:  # fmt: skip
+    """One token's alpha, shared blocks, active experts (best first) and affinities.
+
+    The last three arguments are the paper's ablations: alpha fixed, k fixed, and the first b blocks.
+    """
     block = up_shared.shape[0] // num_blocks
     tau = (num_blocks - 1) / num_blocks**2
     alpha = tau + (1 - 2 * tau) / (1 + torch.exp(-(router[0] @ x)))
+    if shared_demand is not None:
+        alpha = torch.tensor(shared_demand, dtype=x.dtype)
     count = min(max(round(num_blocks * float(alpha.detach())), 1), num_blocks - 1)  # Python rounds half to even
     priority = [float(x.detach() @ up_shared[b * block : (b + 1) * block].mean(0)) for b in range(num_blocks)]
     shared = sorted(range(num_blocks), key=lambda b: (-priority[b], b))[:count]
+    if block_choice == "prefix":
+        shared = list(range(count))
     affinity = torch.softmax(router[1:] @ x, 0)
     order = sorted(range(len(affinity)), key=lambda j: (-float(affinity[j].detach()), j))
     mass, active = 0.0, []
@@ -28,16 +38,18 @@ def decide(
         mass += float(affinity[expert].detach())
         if mass >= 1 - float(alpha.detach()):
             break
+    if fixed_experts is not None:
+        active = order[:fixed_experts]
     return alpha, sorted(shared), active, affinity
 
 
 def layer_output(
     x: Tensor, router: Tensor, ffns: list[tuple[Tensor, Tensor | None, Tensor, Tensor | None]], num_blocks: int,
-    activation=F.gelu, dropped: frozenset[tuple[int, int]] = frozenset(),
+    activation=F.gelu, dropped: frozenset[tuple[int, int]] = frozenset(), **ablations: Any,
 ) -> Tensor:  # fmt: skip
     """y for (N, d) tokens; ffns are (up (H,d), up_bias, down (d,H), down_bias), the shared expert first.
 
-    `dropped` holds (token, expert) assignments that a capacity limit took away.
+    `dropped` holds (token, expert) assignments that a capacity limit took away; `ablations` are those of `decide`.
     """
     block = ffns[0][0].shape[0] // num_blocks
 
@@ -52,7 +64,7 @@ def layer_output(
 
     rows = []
     for number, token in enumerate(x):
-        alpha, shared, active, affinity = decide(token, router, ffns[0][0].detach(), num_blocks)
+        alpha, shared, active, affinity = decide(token, router, ffns[0][0].detach(), num_blocks, **ablations)
         rest = [b for b in range(num_blocks) if b not in shared]
         y = alpha * expert(token, ffns[0], shared)
         for j in (j for j in active if (number, j) not in dropped):

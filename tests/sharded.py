@@ -39,3 +39,22 @@ def dense_parameters(layer: UniFMoELayer) -> list[torch.nn.Parameter]:
 def held_here(whole: torch.Tensor, layer: UniFMoELayer) -> torch.Tensor:
     """The part of a (K, ...) tensor of all experts that belongs to this rank."""
     return whole[layer.first_expert : layer.first_expert + layer.experts.keys.shape[0]]
+
+
+def assert_equals_whole(layer, whole, parts, place, group, **close):
+    """One step of a sharded layer on parts[place] against a whole layer on all parts, checked on this rank."""
+    x = parts[place].clone().requires_grad_()
+    y = layer(x)
+    grads = [torch.randn(p.shape, generator=torch.Generator().manual_seed(7), dtype=p.dtype) for p in parts]
+    y.backward(grads[place])
+    everything = torch.cat(parts).requires_grad_()
+    want = whole(everything)
+    want.backward(torch.cat(grads))
+    sizes = [len(p) for p in parts]
+    torch.testing.assert_close(y, want.split(sizes)[place], **close)
+    torch.testing.assert_close(x.grad, everything.grad.split(sizes)[place], **close)
+    for got, expected in zip(dense_parameters(layer), dense_parameters(whole), strict=True):
+        dist.all_reduce(got.grad, group=group)
+        torch.testing.assert_close(got.grad, expected.grad, **close)
+    for got, expected in zip(layer.experts.parameters(), whole.experts.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, held_here(expected.grad, layer), **close)

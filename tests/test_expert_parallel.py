@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from sharded import CLOSE, EXCHANGES, dense_parameters, held_here, sharded_layer, whole_layer
+from sharded import CLOSE, EXCHANGES, assert_equals_whole, dense_parameters, sharded_layer, whole_layer
 
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.dispatch.bits import pack_bits, unpack_bits
@@ -69,25 +69,6 @@ def test_sharded_equals_one_rank(world, counts, case, dispatcher):
         torch.testing.assert_close(got, want, **CLOSE)
     for index, want in enumerate(p.grad for p in full.experts.parameters()):
         torch.testing.assert_close(torch.cat([r[3][index] for r in results]), want, **CLOSE)
-
-
-def assert_equals_whole(layer, whole, parts, place, group, **close):
-    """One step of a sharded layer on parts[place] against a whole layer on all parts, checked on this rank."""
-    x = parts[place].clone().requires_grad_()
-    y = layer(x)
-    grads = [torch.randn(p.shape, generator=torch.Generator().manual_seed(7), dtype=p.dtype) for p in parts]
-    y.backward(grads[place])
-    everything = torch.cat(parts).requires_grad_()
-    want = whole(everything)
-    want.backward(torch.cat(grads))
-    sizes = [len(p) for p in parts]
-    torch.testing.assert_close(y, want.split(sizes)[place], **close)
-    torch.testing.assert_close(x.grad, everything.grad.split(sizes)[place], **close)
-    for got, expected in zip(dense_parameters(layer), dense_parameters(whole), strict=True):
-        dist.all_reduce(got.grad, group=group)
-        torch.testing.assert_close(got.grad, expected.grad, **close)
-    for got, expected in zip(layer.experts.parameters(), whole.experts.parameters(), strict=True):
-        torch.testing.assert_close(got.grad, held_here(expected.grad, layer), **close)
 
 
 def random_shapes(rank, world, dispatcher, examples):

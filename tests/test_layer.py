@@ -15,12 +15,20 @@ from unifmoe_dist import Routing, UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.kernels import grouped_block_ffn, reference_block_ffn
 from unifmoe_dist.routing import route
+from unifmoe_dist.routing_policies import FixedCount, FixedDemand, RouterPolicies, prefix_order
+
+ABLATIONS = st.sampled_from([
+    dict(), dict(shared_demand=0.4), dict(fixed_experts=2), dict(block_choice="prefix"),
+    dict(shared_demand=0.01, fixed_experts=1), dict(shared_demand=0.99, fixed_experts=3, block_choice="prefix"),
+])  # fmt: skip
 
 
-def make_layer(d=16, hidden=24, experts=3, blocks=4, activation="gelu", bias=True, seed=0, spread=1.0) -> UniFMoELayer:
+def make_layer(
+    d=16, hidden=24, experts=3, blocks=4, activation="gelu", bias=True, seed=0, spread=1.0, **choices
+) -> UniFMoELayer:
     """A layer whose experts differ, so that mixing them up shows."""
     torch.manual_seed(seed)
-    layer = UniFMoELayer(UniFMoEConfig(d, hidden, experts, blocks, activation, bias))
+    layer = UniFMoELayer(UniFMoEConfig(d, hidden, experts, blocks, activation, bias, **choices))
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -36,7 +44,8 @@ def yardstick(layer: UniFMoELayer, x: torch.Tensor, grad: torch.Tensor, activati
     ffns = [
         tuple(None if t is None else t.double().requires_grad_() for t in layer.ffn_weights(name)) for name in names
     ]
-    y = layer_output(x64, router, ffns, layer.config.num_blocks, activation)
+    ablations = {name: getattr(layer.config, name) for name in ("shared_demand", "fixed_experts", "block_choice")}
+    y = layer_output(x64, router, ffns, layer.config.num_blocks, activation, **ablations)
     leaves = [x64, router, *(t for ffn in ffns for t in ffn if t is not None)]
     grads = torch.autograd.grad(y, leaves, grad.double(), allow_unused=True, materialize_grads=True)
     width = len([t for t in ffns[0] if t is not None])
@@ -78,9 +87,11 @@ def assert_matches(layer: UniFMoELayer, x: torch.Tensor, activation=F.gelu, tol=
 @given(
     n=st.integers(0, 9), d=st.integers(9, 20), block=st.integers(1, 4), blocks=st.integers(2, 9),
     experts=st.integers(1, 8), bias=st.booleans(), seed=st.integers(0, 10_000), spread=st.sampled_from([0.1, 1.0, 4.0]),
+    ablation=ABLATIONS,
 )  # fmt: skip
-def test_matches_the_equations(n, d, block, blocks, experts, bias, seed, spread):
-    layer = make_layer(d, block * blocks, experts, blocks, bias=bias, seed=seed, spread=spread)
+def test_matches_the_equations(n, d, block, blocks, experts, bias, seed, spread, ablation):
+    experts = max(experts, ablation.get("fixed_experts", 1))
+    layer = make_layer(d, block * blocks, experts, blocks, bias=bias, seed=seed, spread=spread, **ablation)
     assert_matches(layer, torch.randn(n, d))
 
 
@@ -98,15 +109,17 @@ def test_activations(name, function):
 
 @settings(max_examples=60, deadline=None)
 @given(n=st.integers(1, 12), experts=st.integers(1, 9), blocks=st.integers(2, 16), seed=st.integers(0, 10_000),
-       spread=st.sampled_from([0.01, 1.0, 10.0]))  # fmt: skip
-def test_routing_decisions_match_the_equations(n, experts, blocks, seed, spread):
+       spread=st.sampled_from([0.01, 1.0, 10.0]), ablation=ABLATIONS)  # fmt: skip
+def test_routing_decisions_match_the_equations(n, experts, blocks, seed, spread, ablation):
+    experts = max(experts, ablation.get("fixed_experts", 1))
+    policies = RouterPolicies.of(UniFMoEConfig(99, blocks, experts, blocks, **ablation))
     torch.manual_seed(seed)
     x, router, up = torch.randn(n, 12), torch.randn(experts + 1, 12) * spread, torch.randn(blocks * 2, 12)
     x, router, up = x.double(), router.double(), up.double()
     prototypes = up.view(blocks, 2, 12).mean(1)
-    r = route(x, router, prototypes)
+    r = route(x, router, prototypes, policies)
     for i in range(n):
-        alpha, shared, active, affinity = decide(x[i], router, up, blocks)
+        alpha, shared, active, affinity = decide(x[i], router, up, blocks, **ablation)
         assert r.shared_blocks[i].nonzero().flatten().tolist() == shared
         assert sorted(active) == (r.gates[i] != 0).nonzero().flatten().tolist()
         assert int(r.expert_count[i]) == len(active) and int(r.shared_block_count[i]) == len(shared)
@@ -129,6 +142,38 @@ def test_ties_go_to_the_lower_index():
     r = route(x, torch.zeros(5, 4), torch.zeros(4, 4))  # alpha = 0.5: two blocks, half the mass
     assert r.shared_blocks.tolist() == [[True, True, False, False]]
     assert (r.gates != 0).tolist() == [[True, True, False, False]]
+    fixed = route(x, torch.zeros(5, 4), torch.zeros(4, 4), RouterPolicies(FixedDemand(0.75), count=FixedCount(1)))
+    assert fixed.shared_blocks.tolist() == [[True, True, True, False]]
+    assert (fixed.gates != 0).tolist() == [[True, False, False, False]]
+    prefix = route(x, torch.zeros(5, 4), torch.arange(4.0)[:, None].expand(4, 4), RouterPolicies(order=prefix_order))
+    assert prefix.shared_blocks.tolist() == [[True, True, False, False]]  # the worst prototypes, but the first
+
+
+def test_fixed_demand_rounds_half_to_even_and_keeps_a_block_on_both_sides():
+    for blocks, alpha, count in [(2, 0.4, 1), (4, 0.4, 2), (5, 0.5, 2), (7, 0.5, 4), (8, 0.4, 3), (16, 0.4, 6),
+                                 (2, 0.01, 1), (8, 0.01, 1), (2, 0.99, 1), (8, 0.99, 7)]:  # fmt: skip
+        r = route(torch.ones(1, 4), torch.randn(3, 4), torch.randn(blocks, 4), RouterPolicies(FixedDemand(alpha)))
+        assert int(r.shared_block_count) == count
+        torch.testing.assert_close(r.shared_demand, torch.tensor([alpha]))
+
+
+@pytest.mark.parametrize("choices", [dict(shared_demand=0.4), dict(fixed_experts=2), dict(block_choice="prefix")])
+def test_ablated_layer_on_edges(choices):
+    """No token, a NaN token, and a token mask; with fixed alpha the shared column gets a gradient of 0, not None."""
+    layer = make_layer(**choices)
+    x = torch.randn(6, 16)
+    clean = layer(x)
+    x[2, 3] = float("nan")
+    y = layer(x)
+    others = [0, 1, 3, 4, 5]
+    assert y[2].isnan().all() and torch.allclose(y[others], clean[others])
+    mask = torch.tensor([True, True, False, True, True, True])
+    assert torch.allclose(layer(x, mask)[mask], clean[mask])
+    layer(torch.randn(0, 16)).sum().backward()
+    assert not layer.router.weight.grad.any()
+    layer(torch.randn(5, 16)).square().sum().backward()
+    assert bool(layer.router.weight.grad[0].any()) is ("shared_demand" not in choices)
+    assert layer.router.weight.grad[1:].any()
 
 
 @pytest.mark.parametrize("blocks", [2, 8])
@@ -356,6 +401,10 @@ def test_deepcopy_and_state_dict():
         (dict(hidden_dim=30, num_blocks=4), ["30", "4"]), (dict(num_blocks=1), ["1", "num_blocks"]),
         (dict(num_experts=0), ["num_experts"]), (dict(activation="swish9"), ["swish9", "gelu"]),
         (dict(num_experts=16), ["16", "15"]), (dict(hidden_dim=2.5), ["hidden_dim", "2.5"]),
+        (dict(shared_demand=0), ["shared_demand", "0"]), (dict(shared_demand=1.0), ["shared_demand", "1.0"]),
+        (dict(shared_demand=float("nan")), ["shared_demand"]), (dict(shared_demand=True), ["shared_demand", "True"]),
+        (dict(fixed_experts=0), ["fixed_experts", "0"]), (dict(fixed_experts=4), ["fixed_experts", "4", "3"]),
+        (dict(fixed_experts=2.0), ["fixed_experts"]), (dict(block_choice="random"), ["block_choice", "random"]),
     ],
 )  # fmt: skip
 def test_config_errors(kwargs, words):

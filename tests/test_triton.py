@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from triton_compile import compiled_launches
+from triton_compile import compiled_launches, launches
 
+from unifmoe_dist import UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.kernels import use_kernels
@@ -55,7 +56,7 @@ def test_kernels_compile_and_fit(architecture, dtype, monkeypatch):
     def both_passes():
         x = torch.randn(n, dim).to(dtype).requires_grad_()
         weight, shared = torch.randn(experts + 1, dim).requires_grad_(), BlockExperts(1, dim, 192, blocks, "gelu", True)
-        r = triton_route(x, weight, torch.randn(blocks, dim), torch.ones(n, dtype=torch.bool))
+        r = triton_route(x, weight, shared.keys[0].to(dtype), blocks, torch.ones(n, dtype=torch.bool))
         residual = BlockExperts(experts, dim, 192, blocks, "gelu", True)
         gates = torch.rand(n, experts + 1, requires_grad=True)
         y = triton_block_ffn(x, gates, torch.ones(n, blocks, dtype=torch.bool), residual.to(dtype).weights(),
@@ -65,9 +66,31 @@ def test_kernels_compile_and_fit(architecture, dtype, monkeypatch):
 
     kernels = compiled_launches(both_passes, architecture, monkeypatch)
     names = {k.name for k in kernels}
-    assert {"forward_kernel", "backward_kernel", "weight_grad_kernel", "_route_kernel", "_fill_kernel"} <= names
+    assert {"forward_kernel", "backward_kernel", "weight_grad_kernel", "_columns_kernel", "_route_kernel",
+            "_scan_kernel", "_fill_kernel"} <= names  # fmt: skip
     for kernel in kernels:
         assert kernel.shared_memory <= SHARED_MEMORY[architecture] * 1024, kernel
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block,masked", [(32, False), (512, True)])  # 512 channels are more than registers hold
+def test_launches(dtype, block, masked, monkeypatch):
+    """What one layer launches on one rank where one round of tiles is enough: few, and not more by accident."""
+    layer = UniFMoELayer(UniFMoEConfig(64, 4 * block, 2, 4)).to(dtype)
+    x = torch.randn(300, 64).to(dtype).requires_grad_()
+    mask = torch.rand(300) > 0.5 if masked else None
+    layer.usage.totals, outputs = torch.zeros(6 + 2 + 4, dtype=torch.float64), []
+    with use_kernels("triton"):
+        forward = launches(lambda: outputs.append(layer(x, mask)), monkeypatch)
+    assert forward == ["_columns_kernel", "_route_kernel", "_scan_kernel", "add_.Tensor", "_fill_kernel",
+                       "forward_kernel", "combine_kernel"]  # fmt: skip
+    backward = launches(lambda: outputs[0].backward(outputs[0].detach()), monkeypatch)
+    half = [] if dtype == torch.float32 else ["_to_copy.default"]
+    assert backward == [
+        "_fill_kernel", "backward_kernel", "weight_grad_kernel", "weight_grad_kernel", "bias_grad_kernel",
+        "combine_kernel", "gate_grad_kernel", *half, "mm.default", "_route_backward_kernel", "_route_weight_kernel",
+        "sum.dim_IntList", *half, "add.Tensor",
+    ]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -84,7 +107,7 @@ def test_widest_tiles_fit(architecture, dtype, monkeypatch):
 
     def both_passes():
         x = torch.randn(4096, 256).to(dtype).requires_grad_()
-        r = triton_route(x, torch.randn(65, 256).requires_grad_(), torch.randn(16, 256))
+        r = triton_route(x, torch.randn(65, 256).requires_grad_(), torch.randn(16, 256), 16)
         experts = BlockExperts(2, 256, 512, 2, "gelu", True).to(dtype)
         y = triton_block_ffn(x, torch.rand(4096, 2), torch.ones(4096, 2, dtype=torch.bool), experts.weights(),
                              options=options)  # fmt: skip
@@ -92,6 +115,67 @@ def test_widest_tiles_fit(architecture, dtype, monkeypatch):
 
     for kernel in compiled_launches(both_passes, architecture, monkeypatch):
         assert kernel.shared_memory <= SHARED_MEMORY[architecture] * 1024, kernel
+
+
+class _Device:
+    """What Triton's file of choices asks of a device driver."""
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 86, 32)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter takes the first tiles")
+def test_choice_of_tiles(tmp_path, monkeypatch):
+    """The fastest by a made-up clock, chosen once and kept on disk; a trial run, a capture or damage spoils nothing."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from unifmoe_dist.kernels.triton_ffn_kernels import weight_grad_kernel
+    from unifmoe_dist.kernels.triton_tuning import first_tiles, tuned
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(driver, "_active", _Device())
+    launched, timed = [], []
+    monkeypatch.setattr(JITFunction, "run", lambda self, BLOCK_D, **kwargs: launched.append(BLOCK_D))
+
+    def clock(launch, quantiles):
+        launch()
+        timed.append(launched[-1])
+        return [1.0 / launched[-1]] * 3
+
+    def kernel():
+        made = tuned(("BLOCK_D", "BLOCK_R"), half=[(16, 16, 4, 2), (64, 16, 4, 2), (32, 16, 4, 2)],
+                     single=[(16, 16, 4, 2)])(weight_grad_kernel.fn)  # fmt: skip
+        made._do_bench = clock
+        return made
+
+    def taken(made, dtype=torch.bfloat16, width=64):
+        made[(1,)](channels=torch.zeros(1, dtype=dtype), D=width, M=16, TILE_ROWS=16)
+        return launched[-1]
+
+    first = kernel()
+    with first_tiles():
+        assert taken(first) == 16 and not timed
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert taken(first) == 16 and not timed
+    assert taken(first) == 64 and sorted(timed) == [16, 32, 64]
+    with first_tiles():
+        assert taken(first) == 64
+    timed.clear()
+    assert taken(first) == taken(kernel()) == 64 and not timed  # a new process would find it on disk
+    assert taken(first, torch.float32) == 16 and not timed  # nothing to choose from
+    assert taken(kernel(), width=128) == 64 and timed  # another shape
+
+    timed.clear()
+    files = list(tmp_path.rglob("*.autotune.json"))
+    assert len(files) == 2
+    for file, damage in zip(files, ("{", '{"configs_timings": []}'), strict=True):
+        file.write_text(damage)
+    assert taken(kernel()) == taken(kernel(), width=128) == 64 and len(timed) == 6
 
 
 def test_selector_names():
@@ -133,9 +217,9 @@ def test_tuned_tiles(options, monkeypatch):
     """Trials leave no trace in the results, whatever tiles win."""
     from triton_cases import make_layer
 
-    from unifmoe_dist.kernels import triton_ffn_kernels
+    from unifmoe_dist.kernels import triton_tuning
 
-    monkeypatch.setattr(triton_ffn_kernels, "TUNING", True)
+    monkeypatch.setattr(triton_tuning, "_enabled", True)
     layer = make_layer(dim=64, hidden=384, experts=4, blocks=2, seed=len(options)).bfloat16()
     x = torch.randn(3000, 64, device="cuda", dtype=torch.bfloat16)
     results = []

@@ -22,13 +22,13 @@ from unifmoe_dist.kernels import (
     reference_block_ffn,
     trial,
     triton_ffn,
-    triton_ffn_kernels,
     use_kernels,
 )
 from unifmoe_dist.kernels.triton_ffn import TritonOptions, triton_block_ffn
-from unifmoe_dist.kernels.triton_plan import make_plan
+from unifmoe_dist.kernels.triton_plan import count_groups, make_plan
 from unifmoe_dist.kernels.triton_routing import triton_route
-from unifmoe_dist.routing import route
+from unifmoe_dist.kernels.triton_tuning import first_tiles
+from unifmoe_dist.routing import Routing, route
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -36,8 +36,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.fixture(scope="module", autouse=True)
 def without_tuning():
     """Trial runs of every tile for every shape here would take long."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_ffn_kernels, "TUNING", False)
+    with first_tiles():
         yield
 
 
@@ -192,7 +191,7 @@ def test_ffn_autocast():
 
 
 def test_ffn_saves_little_for_the_backward_pass():
-    """No gathered tokens and no hidden activations: x, gates and masks only, whatever C_B is."""
+    """No gathered tokens and no hidden activations: x, gates, masks and group offsets, whatever C_B is."""
     experts, x = bank(4, 32, 128, 4), random(30, 32).requires_grad_()
     gates = torch.rand(30, 4, device=DEVICE)
     own = {p.data_ptr() for p in experts.parameters()}
@@ -200,16 +199,20 @@ def test_ffn_saves_little_for_the_backward_pass():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         triton_block_ffn(x, gates, torch.ones(30, 4, dtype=torch.bool, device=DEVICE), experts.weights())
     total = sum(t.numel() * t.element_size() for t in saved if t.data_ptr() not in own)
-    assert total <= 4 * (x.numel() + gates.numel()) + 30 * 4
+    assert total <= 4 * (x.numel() + gates.numel()) + 30 * 4 + 2 * (4 * 4 * 4)
 
 
 @pytest.mark.parametrize(
-    "n,e,b,has_shared", [(300, 3, 3, True), (20, 19, 2, False), (7, 1, 5, False), (9, 18, 3, True), (0, 2, 2, True)]
-)
-def test_plan(n, e, b, has_shared):
+    "n,e,b,has_shared,parts",
+    [(300, 3, 3, True, 1), (20, 19, 2, False, 1), (7, 1, 5, False, 1), (9, 18, 3, True, 1), (0, 2, 2, True, 1),
+     (150, 3, 2, True, 3), (9, 2, 2, False, 2)],
+)  # fmt: skip
+def test_plan(n, e, b, has_shared, parts):
     torch.manual_seed(n)
     gates, blocks = random_gates(n, e).cpu(), torch.rand(n, b) > 0.4
-    plan = make_plan(gates.to(DEVICE), blocks.to(DEVICE), 16, has_shared)
+    device = gates.to(DEVICE), blocks.to(DEVICE)
+    plan = make_plan(*device, count_groups(*device, has_shared), 16, has_shared, parts)
+    blocks, b = blocks.repeat_interleave(parts, dim=1), b * parts
     used, slots = int(plan.num_tiles), [[] for _ in range(n)]
     tile = 0
     for group in range(e * b):
@@ -229,6 +232,11 @@ def test_plan(n, e, b, has_shared):
     assert all(plan.token_slots[i, : len(s)].tolist() == s for i, s in enumerate(slots))
 
 
+def routed(x, weight, prototypes, token_mask=None) -> Routing:
+    """With blocks of one key each, which then is the prototype."""
+    return triton_route(x, weight, prototypes, len(prototypes), token_mask)
+
+
 def settled(x, weight, prototypes) -> Tensor:
     """Tokens whose decisions do not hang on the last digits: twelve small disturbances leave them as they are."""
 
@@ -245,7 +253,7 @@ def check_route(x, weight, prototypes) -> None:
     """Decisions, weights and gradients against `route`; tokens that rounding alone decides are left out."""
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
     x32 = x.detach().float().requires_grad_()
-    want, got = route(x32, weight, prototypes), triton_route(x, weight, prototypes)
+    want, got = route(x32, weight, prototypes), routed(x, weight, prototypes)
     with torch.no_grad():
         clear = settled(x32, weight, prototypes)
     assert clear.float().mean() > 0.5 or len(clear) < 10
@@ -261,7 +269,7 @@ def check_route(x, weight, prototypes) -> None:
     assert error(mine[0], theirs[0]) < (2e-5 if x.dtype == torch.float32 else 1e-2)
     assert error(mine[1], theirs[1]) < 2e-5
     if len(x):
-        sums = got.statistics.double().sum(0)
+        sums = got.by_products.statistics
         single = (got.block_compute, got.expert_count, got.shared_block_count, got.shared_demand, 0 * got.expert_count)
         columns = [*(c[:, None] for c in single), got.gates != 0, got.shared_blocks]
         counted = torch.cat([c.double() for c in columns], 1).sum(0)
@@ -284,9 +292,34 @@ def test_routing_over_many(experts, blocks):
     check_route(random(33, 48), random(experts + 1, 48) / 7, random(blocks, 48))
 
 
+@pytest.mark.parametrize("n,experts,blocks,masked", [(300, 3, 5, True), (130, 1, 2, False), (20, 130, 33, False)])
+def test_routing_counts_groups(n, experts, blocks, masked):
+    """Rows before every span of tokens, and in all; with 130 experts a kernel of its own counts."""
+    torch.manual_seed(n)
+    mask = torch.rand(n, device=DEVICE) > 0.4 if masked else None
+    r = routed(random(n, 16), random(experts + 1, 16), random(blocks, 16), mask)
+    assert torch.equal(r.by_products.coefficients, torch.cat([r.shared_demand[:, None], r.gates], 1))
+    used = r.by_products.coefficients != 0
+    rows = used[:, :, None] & torch.stack([r.shared_blocks, *[~r.shared_blocks] * experts], 1)
+    offsets = r.by_products.group_offsets
+    assert torch.equal(offsets.totals, rows.sum(0, dtype=torch.int32))
+    for span, earlier in enumerate(offsets.earlier):
+        assert torch.equal(earlier, rows[: 128 * span].sum(0, dtype=torch.int32))
+    assert len(offsets.earlier) == -(-n // 128)
+
+
+def test_prototypes_are_means_of_keys():
+    torch.manual_seed(0)
+    x, router, experts = random(20, 48), random(4, 48), bank(1, 48, 600, 4)
+    got = triton_route(x, router, experts.keys[0], 4)
+    want = route(x, router, experts.prototypes()[0])
+    clear = settled(x, router, experts.prototypes()[0])
+    assert clear.sum() > 10 and torch.equal(got.shared_blocks[clear], want.shared_blocks[clear])
+
+
 def test_routing_ties_go_to_the_lower_index():
     x = torch.ones(1, 16, device=DEVICE)
-    r = triton_route(x, x.new_zeros(5, 16), x.new_zeros(4, 16))
+    r = routed(x, x.new_zeros(5, 16), x.new_zeros(4, 16))
     assert r.shared_blocks.tolist() == [[True, True, False, False]]
     assert (r.gates != 0).tolist() == [[True, True, False, False]]
 
@@ -299,7 +332,7 @@ def test_routing_saturated(blocks, logit):
     x = torch.zeros(1, 16, device=DEVICE)
     x[0, 0] = 1.0
     prototypes = random(blocks, 16)
-    got, want = triton_route(x, router, prototypes), route(x, router, prototypes)
+    got, want = routed(x, router, prototypes), route(x, router, prototypes)
     assert torch.equal(got.shared_blocks, want.shared_blocks)
     assert abs(int(got.expert_count) - int(want.expert_count)) <= 1  # 63 equal affinities: rounding decides
 
@@ -307,7 +340,7 @@ def test_routing_saturated(blocks, logit):
 def test_routing_rounds_half_to_even():
     # alpha = 0.5 exactly, B = 3, 5, 7: 1.5, 2.5 and 3.5 blocks.
     for blocks, count in ((3, 2), (5, 2), (7, 4)):
-        r = triton_route(torch.ones(1, 16, device=DEVICE), torch.zeros(3, 16, device=DEVICE), random(blocks, 16))
+        r = routed(torch.ones(1, 16, device=DEVICE), torch.zeros(3, 16, device=DEVICE), random(blocks, 16))
         assert int(r.shared_block_count) == count
 
 
@@ -319,7 +352,7 @@ def test_routing_of_nan_and_infinity(dtype):
     weight, prototypes = random(4, 16), random(8, 16)
     scores = x[4].float() @ prototypes.T
     assert scores.isnan().any() and scores.isinf().any()
-    got, want = triton_route(x, weight, prototypes), route(x.float(), weight, prototypes)
+    got, want = routed(x, weight, prototypes), route(x.float(), weight, prototypes)
     for name in ("shared_blocks", "shared_block_count", "expert_count", "shared_demand", "gates"):
         torch.testing.assert_close(getattr(got, name), getattr(want, name), equal_nan=True)
 
@@ -332,7 +365,7 @@ def test_routing_mask():
     x[~keep] = float("nan")
     x.requires_grad_()
     weight.requires_grad_()
-    r = triton_route(x, weight, prototypes, keep)
+    r = routed(x, weight, prototypes, keep)
     want = route(x[keep], weight, prototypes)
     for name in ("shared_demand", "shared_blocks", "affinity", "gates", "shared_block_count", "expert_count"):
         torch.testing.assert_close(getattr(r, name)[keep], getattr(want, name))
@@ -342,7 +375,7 @@ def test_routing_mask():
     torch.testing.assert_close(mine[1], theirs[1], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(mine[0][keep], theirs[0][keep], rtol=1e-4, atol=1e-5)
     assert (mine[0][~keep] == 0).all()
-    assert r.statistics.sum(0)[0] == keep.sum()
+    assert r.by_products.statistics[0] == keep.sum()
 
 
 def make_layer(dim=32, hidden=64, experts=3, blocks=4, seed=0, **more) -> UniFMoELayer:
@@ -372,8 +405,9 @@ def check_layer(layer: UniFMoELayer, x: Tensor, token_mask: Tensor | None = None
 
 @pytest.mark.parametrize(
     "sizes",
-    [dict(), dict(experts=1), dict(hidden=32, blocks=2), dict(dim=48, hidden=144, blocks=3), dict(capacity_factor=0.7)],
-)
+    [dict(), dict(experts=1), dict(hidden=32, blocks=2), dict(dim=48, hidden=144, blocks=3), dict(capacity_factor=0.7),
+     dict(shared_demand=0.4, fixed_experts=2, block_choice="prefix")],
+)  # fmt: skip
 def test_layer(sizes):
     layer = make_layer(**sizes)
     check_layer(layer, random(3, 5, layer.config.model_dim))

@@ -1,16 +1,18 @@
-"""Compile what host code launches, for a device that is not here."""
+"""List and compile what host code launches, for a device that is not here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64",
-    torch.uint8: "u8",
+    torch.uint8: "u8", torch.float64: "fp64",
 }  # fmt: skip
 
 
@@ -21,6 +23,44 @@ class Compiled:
     name: str
     choices: str
     shared_memory: int
+
+
+@contextmanager
+def _recording(monkeypatch: pytest.MonkeyPatch, record: Callable) -> Iterator[None]:
+    """Every Triton launch calls `record` in place of running, with the first of the tiles that tuning would try."""
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction
+
+    def first_config(self, *args, **kwargs):
+        pruned = self.early_config_prune(self.configs, dict(zip(self.arg_names, args, strict=False)), **kwargs)
+        self.fn.run(*args, **kwargs, **pruned[0].all_kwargs())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JITFunction, "run", record)
+        patch.setattr(Autotuner, "run", first_config)
+        yield
+
+
+class _Operations(TorchDispatchMode):
+    """Notes what torch itself would launch on a device: all but views, allocations and questions about sizes."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__
+        if not function.is_view and not name.startswith(("empty", "new_empty", "_unsafe_view", "detach")):
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+def launches(function: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the Triton kernels and torch operations that `function` launches, in order; kernels do not run."""
+    names: list[str] = []
+    with _recording(monkeypatch, lambda self, *args, **kwargs: names.append(self.__name__)), _Operations(names):
+        function()
+    return names
 
 
 def compiled_launches(
@@ -34,10 +74,8 @@ def compiled_launches(
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    from triton.runtime.autotuner import Autotuner
-    from triton.runtime.jit import JITFunction
 
-    launches = {}
+    found = {}
 
     def record(self, *args, grid, warmup, **kwargs):
         given = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
@@ -52,18 +90,12 @@ def compiled_launches(
             else:
                 signature[parameter.name] = "i32"
         key = str((self.__name__, signature, constants, given))
-        launches.setdefault(key, (self, signature, constants, attributes, given))
+        found.setdefault(key, (self, signature, constants, attributes, given))
 
-    def first_config(self, *args, **kwargs):
-        pruned = self.early_config_prune(self.configs, dict(zip(self.arg_names, args, strict=False)), **kwargs)
-        self.fn.run(*args, **kwargs, **pruned[0].all_kwargs())
-
-    with monkeypatch.context() as patch:
-        patch.setattr(JITFunction, "run", record)
-        patch.setattr(Autotuner, "run", first_config)
+    with _recording(monkeypatch, record):
         function()
     result = []
-    for kernel, signature, constants, attributes, given in launches.values():
+    for kernel, signature, constants, attributes, given in found.values():
         options = {name: given[name] for name in ("num_warps", "num_stages") if given.get(name) is not None}
         binary = triton.compile(
             ASTSource(kernel, signature, constants, attributes), GPUTarget("cuda", architecture, 32), options

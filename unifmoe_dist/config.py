@@ -6,7 +6,7 @@ Every field is validated when the object is made, so a bad value is refused befo
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypedDict
 
 from unifmoe_dist.errors import UserError
 
@@ -23,6 +23,35 @@ def _check_capacity_factor(name: str, value: float | None) -> None:
         value is None or isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf"),
         f"{name} must be a number above 0, such as 1.25, or null to drop nothing, not {value!r}.",
     )
+
+
+def _check_policies(
+    prefix: str, num_experts: int, shared_demand: float | None, fixed_experts: int | None, block_choice: str
+) -> None:
+    """Refuse what the router's policies cannot be."""
+    _check(
+        shared_demand is None or type(shared_demand) in (int, float) and 0 < shared_demand < 1,
+        f"{prefix}shared_demand must be a number between 0 and 1, such as 0.4, or null to adapt it to the token, not "
+        f"{shared_demand!r}.",
+    )
+    _check(
+        fixed_experts is None or type(fixed_experts) is int and 1 <= fixed_experts <= num_experts,
+        f"{prefix}fixed_experts must be a whole number from 1 to num_experts {num_experts}, or null to adapt it to the "
+        f"token, not {fixed_experts!r}.",
+    )
+    _check(
+        block_choice in ("prototype", "prefix"),
+        f"{prefix}block_choice must be prototype or prefix, not {block_choice!r}.",
+    )
+
+
+class LayerChoices(TypedDict, total=False):
+    """Fields of `UniFMoEConfig` that have a neutral default; a saved model notes those that differ from it."""
+
+    capacity_factor: float | None
+    shared_demand: float | None
+    fixed_experts: int | None
+    block_choice: Literal["prototype", "prefix"]
 
 
 @dataclass(frozen=True)
@@ -67,9 +96,15 @@ class UniFMoEConfig(ExpertLayerConfig):
         num_blocks: Number B of aligned blocks per expert; must divide hidden_dim and be at least 2.
         capacity_factor: Largest load of an expert, as a multiple of the mean load of a rank's tokens; the weakest
             assignments beyond it are dropped. None drops nothing.
+        shared_demand: Fixed alpha, an ablation; b is round(B alpha). None adapts it to the token.
+        fixed_experts: Fixed number k of residual experts per token, an ablation. None adapts it to the token.
+        block_choice: How shared blocks are chosen: by prototype, or the first ones (prefix, an ablation).
     """
 
     capacity_factor: float | None = None
+    shared_demand: float | None = None
+    fixed_experts: int | None = None
+    block_choice: Literal["prototype", "prefix"] = "prototype"
 
     def __post_init__(self) -> None:
         _check(
@@ -89,6 +124,7 @@ class UniFMoEConfig(ExpertLayerConfig):
             f"{self.model_dim}; use at most {self.model_dim - 1} experts.",
         )
         _check_capacity_factor("capacity_factor", self.capacity_factor)
+        _check_policies("", self.num_experts, self.shared_demand, self.fixed_experts, self.block_choice)
 
     @property
     def block_dim(self) -> int:
@@ -345,6 +381,10 @@ class TrainConfig:
                 f"model.{name} {slots} is not divisible by parallel.expert_parallel_size {size}; change one of them.",
             )
             _check_capacity_factor("model.capacity_factor", self.model.capacity_factor)
+            model = self.model
+            _check_policies(
+                "model.", model.num_experts, model.shared_demand, model.fixed_experts, model.block_choice
+            )
             _check(bool(self.model.layers), "model.layers is empty; name at least one layer or set model.moe none.")
 
 

@@ -12,6 +12,7 @@ from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.kernels import block_ffn, masks_in_place, route_tokens, shared_and_residual_ffn
 from unifmoe_dist.phases import phase
 from unifmoe_dist.routing import Router, Routing
+from unifmoe_dist.routing_policies import RouterPolicies
 
 
 class UniFMoELayer(ExpertLayer[UniFMoEConfig]):
@@ -42,7 +43,7 @@ class UniFMoELayer(ExpertLayer[UniFMoEConfig]):
         self, config: UniFMoEConfig, expert_group: dist.ProcessGroup | None = None, dispatcher: str = "auto"
     ) -> None:
         super().__init__(config, expert_group, dispatcher)
-        self.router = Router(config.model_dim, config.num_experts)
+        self.router = Router(config.model_dim, config.num_experts, RouterPolicies.of(config))
         self.shared: BlockExperts = self._make_experts(1)
         self.auxiliary_weight = 0.01
         self.reset_parameters()
@@ -76,7 +77,7 @@ class UniFMoELayer(ExpertLayer[UniFMoEConfig]):
         return self._route(x.reshape(-1, x.shape[-1]))
 
     def _route(self, x: Tensor, token_mask: Tensor | None = None) -> Routing:
-        return route_tokens(x, self.router, self.shared.prototypes()[0], token_mask)
+        return route_tokens(x, self.router, self.shared, token_mask)
 
     def _masks_in_place(self, tokens: Tensor) -> bool:
         return masks_in_place(tokens, self.router, self.config.num_blocks)

@@ -6,9 +6,27 @@ Shapes carry suffixes: N tokens, D model width, K residual experts, B blocks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from unifmoe_dist.routing_policies import RouterPolicies
+
+
+@dataclass(frozen=True)
+class ByProducts:
+    """What fused kernels make on their way to a decision, over E = K + 1 experts, the shared one first.
+
+    Args:
+        coefficients: (N, E) float32, alpha and the gates side by side; carries gradient.
+        statistics: (6 + K + B,) float64, the sums that `Usage` keeps.
+        group_offsets: Where the rows of every (expert, block) group start in every span of tokens; the GPU path's own.
+    """
+
+    coefficients: Tensor
+    statistics: Tensor
+    group_offsets: Any
 
 
 @dataclass(frozen=True)
@@ -23,7 +41,8 @@ class Routing:
         shared_block_count: (N,) int64, b.
         expert_count: (N,) int64, k.
         dropped: (N,) int64, assignments that a capacity limit took away, not counted in k; None without a limit.
-        statistics: (any, 6 + K + B) float32, parts of the sums that `Usage` keeps, where routing made them by the way.
+        by_products: What later steps would otherwise compute from the above, where routing made it by the way. Whoever
+            changes the decision drops it.
     """
 
     shared_demand: Tensor
@@ -33,7 +52,7 @@ class Routing:
     shared_block_count: Tensor
     expert_count: Tensor
     dropped: Tensor | None = None
-    statistics: Tensor | None = None
+    by_products: ByProducts | None = None
 
     @property
     def block_compute(self) -> Tensor:
@@ -48,13 +67,15 @@ class Router(nn.Module):
     Args:
         model_dim: Token width D.
         num_experts: Number K of residual experts.
+        policies: How alpha, the order of blocks and k are decided; None takes the method's own.
 
     Attributes:
         weight: (K + 1, D); row 0 is the shared column. Rows start orthonormal.
     """
 
-    def __init__(self, model_dim: int, num_experts: int) -> None:
+    def __init__(self, model_dim: int, num_experts: int, policies: RouterPolicies | None = None) -> None:
         super().__init__()
+        self.policies = policies or RouterPolicies()
         self.weight = nn.Parameter(torch.empty(num_experts + 1, model_dim))
         self.reset_parameters()
 
@@ -65,7 +86,7 @@ class Router(nn.Module):
     def forward(self, x_ND: Tensor, prototypes_BD: Tensor) -> Routing:
         """Route (N, D) tokens against (B, D) block prototypes. Always in float32, autocast or not."""
         with torch.autocast(x_ND.device.type, enabled=False):
-            return route(x_ND.float(), self.weight.float(), prototypes_BD.float())
+            return route(x_ND.float(), self.weight.float(), prototypes_BD.float(), self.policies)
 
     def diversity_loss(self) -> Tensor:
         """Gram loss || W*^T W* - I ||_F, a float32 scalar; its gradient at exact orthonormality is 0."""
@@ -76,40 +97,32 @@ class Router(nn.Module):
             return torch.linalg.vector_norm(gram - torch.eye(gram.shape[0], device=gram.device))
 
 
-def route(x_ND: Tensor, weight_KD: Tensor, prototypes_BD: Tensor) -> Routing:
+def route(
+    x_ND: Tensor, weight_KD: Tensor, prototypes_BD: Tensor, policies: RouterPolicies | None = None
+) -> Routing:  # fmt: skip
     """The routing equations, in the dtype of the inputs (the layer always passes float32).
 
     Gradient reaches the shared row through alpha and the other rows through the gates. Block choice, b, k and the
     cumulative threshold carry none.
     """
+    policies = policies or RouterPolicies()
     num_blocks, num_experts = prototypes_BD.shape[0], weight_KD.shape[0] - 1
     logits_NK = x_ND @ weight_KD.T
 
-    # How much to share: alpha in (tau, 1 - tau) and b = round(B alpha) in 1 .. B-1.
-    tau = (num_blocks - 1) / num_blocks**2
-    alpha_N = tau + (1 - 2 * tau) * torch.sigmoid(logits_NK[:, 0])
+    # How much to share: alpha, and b = round(B alpha) in 1 .. B-1.
+    alpha_N = policies.demand(logits_NK[:, 0], num_blocks)
     count_N = (num_blocks * alpha_N.detach()).nan_to_num(1.0).round().long().clamp(1, num_blocks - 1)
 
-    # What to share: the b blocks whose prototypes agree most with the token; stable sort gives ties to the lower index.
+    # What to share: the b blocks that come first.
     with torch.no_grad():
-        rank_NB = _ranks(x_ND.detach() @ prototypes_BD.detach().T)
-        shared_NB = rank_NB < count_N[:, None]
+        shared_NB = policies.order(x_ND.detach(), prototypes_BD.detach()) < count_N[:, None]
 
-    # How many experts the remainder needs: the smallest prefix whose mass reaches beta = 1 - alpha.
+    # How many experts the remainder needs: the k of largest affinity, ties to the lower index.
     affinity_NK = torch.softmax(logits_NK[:, 1:], dim=-1)
     with torch.no_grad():
         sorted_NK, order_NK = affinity_NK.detach().sort(dim=-1, descending=True, stable=True)
-        short_NK = ~(sorted_NK.cumsum(-1) >= (1 - alpha_N.detach())[:, None])  # true for NaN as well
-        expert_count_N = (short_NK.long().cumprod(-1).sum(-1) + 1).clamp(max=num_experts)
-        active_NK = torch.zeros_like(short_NK).scatter_(
-            1, order_NK, torch.arange(num_experts, device=x_ND.device) < expert_count_N[:, None]
-        )
+        expert_count_N = policies.count(sorted_NK, alpha_N.detach())
+        first_NK = torch.arange(num_experts, device=x_ND.device) < expert_count_N[:, None]
+        active_NK = torch.zeros_like(first_NK).scatter_(1, order_NK, first_NK)
     gates_NK = torch.where(active_NK, affinity_NK, torch.zeros_like(affinity_NK))
     return Routing(alpha_N, shared_NB, affinity_NK, gates_NK, count_N, expert_count_N)
-
-
-def _ranks(scores: Tensor) -> Tensor:
-    """Position of every entry in the descending order of its row; ties go to the lower index."""
-    order = scores.argsort(dim=-1, descending=True, stable=True)
-    positions = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
-    return torch.empty_like(order).scatter_(1, order, positions)

@@ -62,8 +62,8 @@ class Usage:
     @torch.no_grad()
     def update(self, routing: Routing) -> None:
         """Count the tokens of one routing decision; masked ones, which share no block, are left out."""
-        totals = self._sums(routing) if routing.statistics is None else routing.statistics.sum(0, dtype=torch.float64)
-        self._add(totals, routing.gates.shape[1])
+        by_products = routing.by_products
+        self._add(self._sums(routing) if by_products is None else by_products.statistics, routing.gates.shape[1])
 
     @torch.compiler.disable
     @torch.no_grad()

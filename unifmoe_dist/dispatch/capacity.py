@@ -44,5 +44,5 @@ def limit_load(routing: Routing, capacity_factor: float | None) -> Routing:
         gates=routing.gates.masked_fill(dropped, 0.0),
         expert_count=routing.expert_count - count,
         dropped=count,
-        statistics=None,
+        by_products=None,
     )

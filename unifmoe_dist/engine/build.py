@@ -39,7 +39,8 @@ def build_model(config: TrainConfig, task: TaskData, ranks: Ranks | None = None)
             model, layers=config.model.layers, num_experts=config.model.num_experts,
             num_blocks=config.model.num_blocks, expert_group=None if ranks is None else ranks.expert_group,
             dispatcher="auto" if ranks is None else config.model.dispatcher,
-            capacity_factor=config.model.capacity_factor,
+            capacity_factor=config.model.capacity_factor, shared_demand=config.model.shared_demand,
+            fixed_experts=config.model.fixed_experts, block_choice=config.model.block_choice,
         )  # fmt: skip
         for layer in moe_layers(model).values():
             layer.auxiliary_weight = config.optim.lambda_div

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from unifmoe_dist.baselines import LayerOptions, upcycle_baseline
-from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.config import LayerChoices, TrainConfig
 from unifmoe_dist.engine import build, checkpoint
 from unifmoe_dist.engine.cli import load_train_config
 from unifmoe_dist.errors import UserError
@@ -161,7 +161,8 @@ def _describe(config: TrainConfig, model: Any) -> dict[str, Any]:
 def _describe_layers(config: TrainConfig) -> dict[str, Any] | None:
     """Arguments of `upcycle`, or with "method" those of `upcycle_baseline`."""
     if config.model.moe == "unif":
-        return {key: getattr(config.model, key) for key in ("layers", "num_experts", "num_blocks", "capacity_factor")}
+        keys = ("layers", "num_experts", "num_blocks", *LayerChoices.__annotations__)
+        return {key: getattr(config.model, key) for key in keys}
     if config.model.moe == "none":
         return None
     return {"method": config.model.moe, "layers": config.model.layers, "options": asdict(build.layer_options(config))}

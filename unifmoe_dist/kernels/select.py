@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.experts import ExpertWeights
+from unifmoe_dist.experts import BlockExperts, ExpertWeights
 from unifmoe_dist.kernels import trial
 from unifmoe_dist.kernels.grouped import grouped_block_ffn
 from unifmoe_dist.kernels.reference import reference_block_ffn
 from unifmoe_dist.phases import phase
 from unifmoe_dist.routing import Router, Routing
+from unifmoe_dist.routing_policies import RouterPolicies
 
 KERNELS = ("auto", "triton", "grouped", "reference")
 _TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
@@ -68,8 +69,15 @@ def shared_and_residual_ffn(x_ND: Tensor, routing: Routing, shared: ExpertWeight
         from unifmoe_dist.kernels.triton_ffn import TritonOptions, triton_block_ffn
 
         with phase("residual_experts"):  # and the shared one
-            gates = torch.cat([routing.shared_demand[:, None], routing.gates], dim=1)
-            return triton_block_ffn(x_ND, gates, routing.shared_blocks, residual, shared, TritonOptions(**_options))
+            made = routing.by_products
+            if made is None:
+                gates = torch.cat([routing.shared_demand[:, None], routing.gates], dim=1)
+            else:
+                gates = made.coefficients
+            return triton_block_ffn(
+                x_ND, gates, routing.shared_blocks, residual, shared, TritonOptions(**_options),
+                None if made is None else made.group_offsets,
+            )  # fmt: skip
     with phase("shared_experts"):
         shared_output = block_ffn(x_ND, routing.shared_demand[:, None], routing.shared_blocks, shared)
     with phase("residual_experts"):
@@ -79,24 +87,24 @@ def shared_and_residual_ffn(x_ND: Tensor, routing: Routing, shared: ExpertWeight
 
 
 def route_tokens(
-    x_ND: Tensor, router: Router, prototypes_BD: Tensor, token_mask_N: Tensor | None = None
+    x_ND: Tensor, router: Router, shared: BlockExperts, token_mask_N: Tensor | None = None
 ) -> Routing:  # fmt: skip
-    """The router's decision for (N, D) tokens.
+    """The router's decision for (N, D) tokens, against the prototypes of the shared expert.
 
     `token_mask_N` (N,) bool, only where `masks_in_place` holds: a false token uses nothing and its row is all zeros.
     """
-    if _triton_routes(x_ND, router.weight.shape[0], prototypes_BD.shape[0]):
+    if _triton_routes(x_ND, router, shared.num_blocks):
         from unifmoe_dist.kernels.triton_routing import triton_route
 
         with torch.autocast(x_ND.device.type, enabled=False):
-            return triton_route(x_ND, router.weight, prototypes_BD, token_mask_N)
+            return triton_route(x_ND, router.weight, shared.keys[0], shared.num_blocks, token_mask_N)
     assert token_mask_N is None
-    return router(x_ND, prototypes_BD)
+    return router(x_ND, shared.prototypes()[0])
 
 
 def masks_in_place(x_ND: Tensor, router: Router, num_blocks: int) -> bool:
     """Whether routing takes a token mask, so that no row has to move and the host need not know how many there are."""
-    return _triton_routes(x_ND, router.weight.shape[0], num_blocks)
+    return _triton_routes(x_ND, router, num_blocks)
 
 
 def _wants_triton(x: Tensor) -> bool:
@@ -113,11 +121,12 @@ def _triton_for(x: Tensor, weights: ExpertWeights) -> bool:
     return _supported(unsupported(x, weights)) and (_choice == "triton" or trial.ffn_works(x, weights))
 
 
-def _triton_routes(x: Tensor, columns: int, num_blocks: int) -> bool:
-    if not _wants_triton(x):
+def _triton_routes(x: Tensor, router: Router, num_blocks: int) -> bool:
+    if not _wants_triton(x) or router.policies != RouterPolicies():  # ablations route in plain torch
         return False
     from unifmoe_dist.kernels.triton_routing import unsupported
 
+    columns = router.weight.shape[0]
     if not _supported(unsupported(x, columns, num_blocks)):
         return False
     return _choice == "triton" or trial.routing_works(x, columns, num_blocks)

@@ -8,8 +8,7 @@ warning.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -73,7 +72,7 @@ def _routing_works(device: torch.device, dtype: torch.dtype, dim: int, columns: 
         x, weight = draw(_TOKENS, dim).to(dtype), torch.nn.functional.normalize(draw(columns, dim), dim=1)
         prototypes = draw(num_blocks, dim)
         pairs = []
-        for decide in (triton_route, lambda x, w, p: route(x.float(), w, p)):
+        for decide in (lambda x, w, p: triton_route(x, w, p, num_blocks), lambda x, w, p: route(x.float(), w, p)):
             x_leaf, w_leaf = x.detach().requires_grad_(), weight.detach().requires_grad_()
             r: Routing = decide(x_leaf, w_leaf, prototypes)
             grads = torch.autograd.grad(r.shared_demand.square().sum() + r.gates.square().sum(), [x_leaf, w_leaf])
@@ -97,21 +96,12 @@ class _Draw:
         return numbers.to(self.device, self.dtype)
 
 
-@contextmanager
-def _first_tiles() -> Iterator[None]:
-    """Do not tune: so small a case says nothing about speed."""
-    from unifmoe_dist.kernels import triton_ffn_kernels
-
-    before, triton_ffn_kernels.TUNING = triton_ffn_kernels.TUNING, False
-    try:
-        yield
-    finally:
-        triton_ffn_kernels.TUNING = before
-
-
 def _proven(what: str, tolerance: float, compare: Callable[[], list[tuple[Tensor, Tensor]]]) -> bool:
     try:
-        with torch.inference_mode(False), torch.enable_grad(), _first_tiles():
+        from unifmoe_dist.kernels.triton_tuning import first_tiles
+
+        # So small a case says nothing about speed.
+        with torch.inference_mode(False), torch.enable_grad(), first_tiles():
             for got, expected in compare():
                 largest = expected.float().abs().amax().clamp(min=1e-3)
                 error = float((got.float() - expected.float()).abs().amax() / largest)

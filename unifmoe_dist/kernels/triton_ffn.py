@@ -13,8 +13,13 @@ Work and memory, per row (one block of one token), M channels in a block, comput
   the tokens' own bytes, whichever is more: what a top-2 layer with H = 4 D keeps of its activations), and tiles are
   computed in as many rounds as the worst case needs. A round without tiles exits at once, a few microseconds for
   each of its launches. The last round with tiles writes the output itself.
-- saved for the backward pass: x, gates and block masks. It makes the plan again and recomputes the hidden
-  activations, 2 of its 10 M D operations per row. Keeping them would need a buffer for the worst case.
+- saved for the backward pass: x, gates, block masks and group offsets. It makes the plan again, one launch, and
+  recomputes the hidden activations, 2 of its 10 M D operations per row. Keeping either would need a buffer for the
+  worst case.
+
+Launches of a whole layer on one rank with R rounds: 5 + 2 R forward, of which the first four route and plan and one
+adds to the running statistics, and 7 + 5 R backward with biases. Half precision casts two small tensors more in the
+backward pass, and autocast casts the weights in both. `test_launches` counts them.
 
 Weight gradients belong to one program per tile of a group, which walks the group's rows in order.
 """
@@ -32,7 +37,7 @@ from torch.autograd.function import once_differentiable
 from unifmoe_dist.experts import ExpertWeights
 from unifmoe_dist.kernels import triton_ffn_kernels as device
 from unifmoe_dist.kernels.triton_math import DTYPES, power_of_two, precision
-from unifmoe_dist.kernels.triton_plan import Plan, make_plan
+from unifmoe_dist.kernels.triton_plan import GroupOffsets, Plan, count_groups, make_plan
 
 _WIDEST = {2: 256, 4: 128}  # channels of a block held in registers, by bytes of the type
 _WORKSPACE_BYTES = 256 * 2**20
@@ -71,7 +76,7 @@ def unsupported(x: Tensor, weights: ExpertWeights) -> str | None:
 @torch.compiler.disable
 def triton_block_ffn(
     x_ND: Tensor, gates_NE: Tensor, blocks_NB: Tensor, weights: ExpertWeights, shared: ExpertWeights | None = None,
-    options: TritonOptions | None = None,
+    options: TritonOptions | None = None, offsets: GroupOffsets | None = None,
 ) -> Tensor:  # fmt: skip
     """Same meaning and gradients as `reference_block_ffn`, plus a shared expert in the same launches.
 
@@ -85,6 +90,8 @@ def triton_block_ffn(
             others compute the complement.
         weights: The E experts, without the shared one.
         shared: One expert.
+        options: How to compute.
+        offsets: Group offsets of the gates and blocks, where routing made them; None counts here.
 
     Returns:
         (N, D) in the dtype of x.
@@ -99,7 +106,7 @@ def triton_block_ffn(
                 tensors.append(None if tensor is None else tensor.to(dtype).contiguous())
         output = _TritonBlockFFN.apply(
             x_ND.to(dtype).contiguous(), gates_NE.float().contiguous(), blocks_NB.contiguous(), weights.num_blocks,
-            weights.activation, options or TritonOptions(), *tensors,
+            weights.activation, options or TritonOptions(), offsets, *tensors,
         )  # fmt: skip
         return output.to(x_ND.dtype)
 
@@ -138,10 +145,6 @@ class _Shape:
         # A group has about 3 / E of the tokens: tiles should be mostly full.
         return min(largest, max(16, power_of_two(self.n // self.experts)))
 
-    def blocks_mask(self, blocks: Tensor) -> Tensor:
-        """Mask of the parts of all blocks."""
-        return blocks if self.parts == 1 else blocks.repeat_interleave(self.parts, dim=1)
-
     def round_tiles(self, plan: Plan, row_bytes: int) -> int:
         """Tiles computed in a round."""
         typical = triton.cdiv(2 * self.blocks * self.n, self.tile_rows) + self.experts * self.blocks
@@ -157,20 +160,22 @@ class _TritonBlockFFN(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0913
         ctx: Any, x: Tensor, gates: Tensor, blocks: Tensor, num_blocks: int, activation: str, options: TritonOptions,
-        shared_keys: Tensor | None, shared_values: Tensor | None, shared_key_bias: Tensor | None,
-        shared_value_bias: Tensor | None, keys: Tensor, values: Tensor, key_bias: Tensor | None,
-        value_bias: Tensor | None,
+        offsets: GroupOffsets | None, shared_keys: Tensor | None, shared_values: Tensor | None,
+        shared_key_bias: Tensor | None, shared_value_bias: Tensor | None, keys: Tensor, values: Tensor,
+        key_bias: Tensor | None, value_bias: Tensor | None,
     ) -> Tensor:  # fmt: skip
         ctx.num_blocks, ctx.activation, ctx.options = num_blocks, activation, options
         tensors = (
             shared_keys, shared_values, shared_key_bias, shared_value_bias, keys, values, key_bias, value_bias
         )  # fmt: skip
-        ctx.save_for_backward(x, gates, blocks, *tensors)
         if not x.shape[0]:
+            ctx.save_for_backward(x, gates, blocks, None, None, *tensors)
             return torch.zeros_like(x)
         has_shared, has_bias = shared_keys is not None, key_bias is not None
         shape = _Shape(x, gates, keys, num_blocks, options)
-        plan = make_plan(gates, shape.blocks_mask(blocks), shape.tile_rows, has_shared)
+        offsets = offsets or count_groups(gates, blocks, has_shared)
+        ctx.save_for_backward(x, gates, blocks, offsets.earlier, offsets.totals, *tensors)
+        plan = make_plan(gates, blocks, offsets, shape.tile_rows, has_shared, shape.parts)
         rounds = _Rounds(x, plan, shape, shape.row_bytes, options.atomic, one_round=options.atomic)
         for first in rounds:
             device.forward_kernel[(rounds.tiles,)](
@@ -184,17 +189,17 @@ class _TritonBlockFFN(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        x, gates, blocks, *tensors = ctx.saved_tensors
+        x, gates, blocks, earlier, totals, *tensors = ctx.saved_tensors
         shared_keys, shared_values, shared_key_bias, shared_value_bias, keys, values, key_bias, value_bias = tensors
         if not x.shape[0]:
             zeros = (None if t is None else torch.zeros_like(t) for t in tensors)
-            return (torch.zeros_like(x), torch.zeros_like(gates), None, None, None, None, *zeros)
+            return (torch.zeros_like(x), torch.zeros_like(gates), *[None] * 5, *zeros)
         options, has_shared, has_bias = ctx.options, shared_keys is not None, key_bias is not None
         grad_y = grad_y.to(x.dtype).contiguous()
         shape = _Shape(x, gates, keys, ctx.num_blocks, options)
         shape.tile_rows = options.backward_tile_rows or min(shape.tile_rows, 64 if x.dtype != torch.float32 else 32)
-        blocks = shape.blocks_mask(blocks)
-        plan = make_plan(gates, blocks, shape.tile_rows, has_shared)
+        offsets = GroupOffsets(earlier, totals)
+        plan = make_plan(gates, blocks, offsets, shape.tile_rows, has_shared, shape.parts)
         row_bytes = (0 if options.atomic else shape.row_bytes) + 2 * shape.width * x.element_size()
         rounds = _Rounds(x, plan, shape, row_bytes, options.atomic)
         hidden, grad_pre = (x.new_empty((rounds.tiles * shape.tile_rows, shape.width)) for _ in range(2))
@@ -229,16 +234,16 @@ class _TritonBlockFFN(torch.autograd.Function):
         grad_gates = torch.empty_like(gates)
         device.gate_grad_kernel[(triton.cdiv(shape.n, 32),)](
             grad_gate, grad_y, gates, blocks.view(torch.uint8), shared_value_bias, value_bias, grad_gates, shape.n,
-            E=shape.experts, B=shape.blocks, D=shape.dim, EP=power_of_two(shape.experts, 16), BLOCK_N=32,
-            BLOCK_D=min(64, power_of_two(shape.dim, 16)), HAS_SHARED=has_shared, HAS_BIAS=value_bias is not None,
-            PRECISION=shape.precision, num_warps=4,
+            E=shape.experts, B=shape.blocks, PARTS=shape.parts, D=shape.dim, EP=power_of_two(shape.experts, 16),
+            BLOCK_N=32, BLOCK_D=min(64, power_of_two(shape.dim, 16)), HAS_SHARED=has_shared,
+            HAS_BIAS=value_bias is not None, PRECISION=shape.precision, num_warps=4,
         )  # fmt: skip
         if value_bias is not None:
             sums = gates.to(x.dtype).T @ grad_y
             split = 1 if has_shared else 0
             grads[3], grads[7] = (sums[:split] if has_shared else None), sums[split:]
         kept = (grad if want else None for grad, want in zip(grads, wanted, strict=True))
-        return (rounds.output, grad_gates, None, None, None, None, *kept)
+        return (rounds.output, grad_gates, *[None] * 5, *kept)
 
 
 class _Rounds:

@@ -14,57 +14,18 @@ block widths such as 192 = 3 * 64 are not.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 
-from unifmoe_dist.kernels.triton_math import INTERPRETED, activate, activation_slope, dot, expert_pointer
+from unifmoe_dist.kernels.triton_math import activate, activation_slope, dot, expert_pointer
+from unifmoe_dist.kernels.triton_tuning import Tiles, tuned
 
-TUNING = True  # False takes the first tiles everywhere, without a trial
-_Tiles = list[tuple[int, int, int, int]]  # (first block, second block, warps, stages)
-
-
-def _tuned(names: tuple[str, str], half: _Tiles, single: _Tiles):
-    """Try the tiles for half or single precision once per shape and type; Triton caches the choice on disk.
-
-    The first of each list fits every device from Ampere on, 99 KiB of shared memory and no spilling to speak of; a
-    device skips those that do not fit. The interpreter cannot time and takes the first.
-    """
-
-    def configs(tiles: _Tiles) -> list[triton.Config]:
-        return [triton.Config({names[0]: a, names[1]: b}, num_warps=w, num_stages=s) for a, b, w, s in tiles]
-
-    halves, singles = configs(half), configs(single)
-
-    def worth_trying(_: list[triton.Config], arguments: dict, **more: Any) -> list[triton.Config]:
-        given = {**arguments, **more}
-        pool = singles if given["keys" if "keys" in given else "channels"].dtype == torch.float32 else halves
-        # More than 128 accumulators a thread only spill. The backward kernel holds two tiles of them.
-        accumulators = 0
-        if "NUM_SUB" in given:
-            accumulators = (2 if "grad_pre" in given else 1) * given["TILE_ROWS"] * given["SUB"] * given["NUM_SUB"]
-        return [c for c in pool if TUNING and accumulators <= 128 * 32 * c.num_warps] or pool[:1]
-
-    def clear_sums(arguments: dict, reset_only: bool = False) -> None:
-        if arguments.get("ATOMIC"):  # trial runs would add up
-            arguments["out"].zero_()
-
-    if INTERPRETED:
-        return triton.autotune(configs=halves[:1], key=[])
-    return triton.autotune(
-        configs=halves, key=["D", "M", "TILE_ROWS"], prune_configs_by={"early_config_prune": worth_trying},
-        pre_hook=clear_sums, cache_results=True,
-    )  # fmt: skip
-
-
-_TILES: dict[str, _Tiles] = dict(
+_TILES: dict[str, Tiles] = dict(
     half=[(32, 32, 8, 2), (32, 64, 4, 3), (64, 64, 4, 3), (32, 64, 8, 2), (64, 64, 8, 2), (32, 64, 8, 3),
           (64, 64, 8, 3), (64, 128, 8, 3)],
     single=[(32, 32, 8, 2), (32, 32, 4, 2), (16, 32, 8, 2)],
 )  # fmt: skip
-_WEIGHT_TILES: dict[str, _Tiles] = dict(
+_WEIGHT_TILES: dict[str, Tiles] = dict(
     half=[(64, 32, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3), (128, 64, 8, 3)],
     single=[(64, 32, 4, 2), (64, 32, 8, 2)],
 )  # fmt: skip
@@ -143,7 +104,7 @@ def _bias(
         return tl.zeros((1, SUB), tl.float32)
 
 
-@_tuned(("BLOCK_K", "BLOCK_D"), **_TILES)
+@tuned(("BLOCK_K", "BLOCK_D"), **_TILES)
 @triton.jit(do_not_specialize=["first_tile"])
 def forward_kernel(
     x, gates, shared_keys, keys, shared_key_bias, key_bias, shared_values, values, out, rows, tile_group, tile_count,
@@ -201,7 +162,7 @@ def _through_activation(
     return slope.to(kind), tl.sum(tl.where(inside, act * grad_act, 0.0), 1)
 
 
-@_tuned(("BLOCK_K", "BLOCK_D"), **_TILES)
+@tuned(("BLOCK_K", "BLOCK_D"), **_TILES)
 @triton.jit(do_not_specialize=["first_tile"])
 def backward_kernel(
     x, grad_y, gates, shared_keys, keys, shared_key_bias, key_bias, shared_values, values, out, hidden, grad_pre,
@@ -253,7 +214,7 @@ def backward_kernel(
     )  # fmt: skip
 
 
-@_tuned(("BLOCK_D", "BLOCK_R"), **_WEIGHT_TILES)
+@tuned(("BLOCK_D", "BLOCK_R"), **_WEIGHT_TILES)
 @triton.jit(do_not_specialize=["first_tile", "round_tiles"])
 def weight_grad_kernel(
     channels, source, shared_out, out, rows, tile_count, group_tiles, first_tile, round_tiles, B: tl.constexpr,
@@ -382,8 +343,8 @@ def finish_kernel(
 @triton.jit(do_not_specialize=["n"])
 def gate_grad_kernel(
     partial, grad_y, gates, blocks, shared_value_bias, value_bias, out, n, E: tl.constexpr, B: tl.constexpr,
-    D: tl.constexpr, EP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_SHARED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    PARTS: tl.constexpr, D: tl.constexpr, EP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_SHARED: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out[token, expert] = sum over its blocks of partial + grad_y . value_bias, and 0 where the gate is 0."""
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -393,7 +354,7 @@ def gate_grad_kernel(
     active = tl.load(gates + wide * E + expert, mask=inside, other=0.0) != 0
     acc = tl.zeros((BLOCK_N, EP), tl.float32)
     for block in range(0, B):
-        chosen = tl.load(blocks + wide * B + block, mask=(token < n)[:, None], other=0) != 0
+        chosen = tl.load(blocks + wide * (B // PARTS) + block // PARTS, mask=(token < n)[:, None], other=0) != 0
         if HAS_SHARED:
             chosen = chosen == (expert == 0)
         acc += tl.load(partial + wide * (E * B) + expert * B + block, mask=active & chosen, other=0.0)

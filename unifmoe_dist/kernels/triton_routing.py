@@ -1,4 +1,8 @@
-"""The routing decision of `routing.py::route` in one Triton kernel per pass, with what statistics need.
+"""The routing decision of `routing.py::route` in Triton, with what statistics and the experts' plan need.
+
+Three launches decide: one packs the router and the block prototypes into float32 columns; one does everything per
+token, and counts the rows of every (expert, block) group in its 32 tokens; one sums those counts over tokens, and the
+statistics. A fourth, `triton_plan.make_plan`, then lists the rows.
 
 Logits and prototype scores are exact to float32 rounding: bfloat16 tokens are multiplied by float32 weights cut into
 three bfloat16 parts, whose products are exact; other tokens by three TF32 products. Decisions equal those of `route`
@@ -23,10 +27,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unifmoe_dist.kernels.triton_math import DTYPES, EXACT, dot, power_of_two, precision
-from unifmoe_dist.routing import Routing
+from unifmoe_dist.kernels.triton_plan import SPAN, GroupOffsets, count_groups, scan_groups
+from unifmoe_dist.routing import ByProducts, Routing
 
-_TOKENS = 32  # per program
+_TOKENS = 32  # per program, a divisor of SPAN
 _WIDEST = 256  # columns held in registers
+_LARGEST_TABLE = 8192  # (expert, block) counts held in registers; a kernel of its own counts more
 
 
 def unsupported(x: Tensor, columns: int, num_blocks: int) -> str | None:
@@ -40,83 +46,133 @@ def unsupported(x: Tensor, columns: int, num_blocks: int) -> str | None:
 
 @torch.compiler.disable
 def triton_route(
-    x_ND: Tensor, weight_KD: Tensor, prototypes_BD: Tensor, token_mask_N: Tensor | None = None
+    x_ND: Tensor, weight_KD: Tensor, keys_HD: Tensor, num_blocks: int, token_mask_N: Tensor | None = None
 ) -> Routing:  # fmt: skip
-    """Same meaning and gradients as `route` on float32 copies of its inputs.
+    """Same meaning and gradients as `route` on float32 copies of its inputs and the prototypes of `keys_HD`.
 
     Args:
         x_ND: (N, D) tokens in float32, bfloat16 or float16.
         weight_KD: (K + 1, D) router weight, row 0 the shared column.
-        prototypes_BD: (B, D) block prototypes.
+        keys_HD: (H, D) keys of the shared expert; the mean of every H / B of them is a block's prototype.
+        num_blocks: Blocks B.
         token_mask_N: (N,) bool; a false token gets zeros everywhere, uses nothing and has no gradient.
 
     Returns:
-        The decision, with `statistics` filled.
+        The decision, with `by_products` where there are tokens. `shared_demand` and `gates` are views of its
+        coefficients.
     """
-    alpha, affinity, gates, blocks, block_count, expert_count, statistics = _TritonRoute.apply(
-        x_ND.contiguous(), weight_KD.float().contiguous(), prototypes_BD.detach().float().contiguous(), token_mask_N
+    coefficients, affinity, blocks, block_count, expert_count, *made = _TritonRoute.apply(
+        x_ND.contiguous(), weight_KD.contiguous(), keys_HD.detach().contiguous(), num_blocks, token_mask_N
     )
-    return Routing(alpha, blocks, affinity, gates, block_count, expert_count, statistics=statistics)
+    by_products = None
+    if made:
+        statistics, earlier, totals = made
+        by_products = ByProducts(coefficients, statistics, GroupOffsets(earlier, totals))
+    alpha, gates = coefficients[:, 0], coefficients[:, 1:]
+    return Routing(alpha, blocks, affinity, gates, block_count, expert_count, by_products=by_products)
 
 
 class _TritonRoute(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, prototypes: Tensor, token_mask: Tensor | None
+        ctx: Any, x: Tensor, weight: Tensor, keys: Tensor, num_blocks: int, token_mask: Tensor | None
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        (n, dim), num_experts, num_blocks = x.shape, weight.shape[0] - 1, prototypes.shape[0]
-        alpha = x.new_empty((n,), dtype=torch.float32)
-        affinity, gates = (x.new_empty((n, num_experts), dtype=torch.float32) for _ in range(2))
+        (n, dim), num_experts = x.shape, weight.shape[0] - 1
+        coefficients, affinity = (x.new_empty((n, e), dtype=torch.float32) for e in (num_experts + 1, num_experts))
         blocks = x.new_empty((n, num_blocks), dtype=torch.bool)
         block_count, expert_count = (x.new_empty((n,), dtype=torch.int64) for _ in range(2))
-        programs = triton.cdiv(n, _TOKENS)
-        statistics = x.new_empty((programs, 6 + num_experts + num_blocks), dtype=torch.float32)
         mask = None if token_mask is None else token_mask.contiguous().view(torch.uint8)
-        split = x.dtype == torch.bfloat16
-        columns, rows = power_of_two(num_experts + 1, 16), power_of_two(num_blocks, 16)
+        columns = _packed_columns(weight, keys, num_blocks)
+        made: tuple[Tensor, ...] = ()
         if n:
+            split = x.dtype == torch.bfloat16
+            cols, rows = power_of_two(num_experts + 1, 16), power_of_two(num_blocks, 16)
+            counting, programs = cols * rows <= _LARGEST_TABLE, triton.cdiv(n, _TOKENS)
+            parts = x.new_empty((programs, 6 + num_experts + num_blocks), dtype=torch.float32)
+            counts = x.new_empty((programs, num_experts + 1, num_blocks), dtype=torch.int32) if counting else None
             _route_kernel[(programs,)](
-                x, weight, prototypes, mask, alpha, affinity, gates, blocks.view(torch.uint8), block_count,
-                expert_count, statistics, n, K=num_experts, B=num_blocks, D=dim, KP=columns, BP=rows,
-                TOKENS=_TOKENS, BLOCK_D=_block_d(dim, columns + rows), HAS_MASK=mask is not None,
-                SPLIT=split, PRECISION=precision(x.dtype) if split else EXACT, num_warps=4,
+                x, columns, mask, coefficients, affinity, blocks.view(torch.uint8), block_count, expert_count, parts,
+                counts, n, K=num_experts, B=num_blocks, D=dim, KP=cols, BP=rows, TOKENS=_TOKENS,
+                BLOCK_D=_block_d(dim, cols + rows), HAS_MASK=mask is not None, COUNTING=counting, SPLIT=split,
+                PRECISION=precision(x.dtype) if split else EXACT, num_warps=4,
             )  # fmt: skip
-        ctx.save_for_backward(x, weight, alpha, affinity, gates, mask)
-        ctx.num_blocks = num_blocks
-        ctx.mark_non_differentiable(blocks, block_count, expert_count, statistics)
-        return alpha, affinity, gates, blocks, block_count, expert_count, statistics
+            if counts is None:
+                statistics, offsets = parts.sum(0, dtype=torch.float64), count_groups(coefficients, blocks, True)
+            else:
+                statistics = x.new_empty(parts.shape[1:], dtype=torch.float64)
+                offsets = scan_groups(counts, SPAN // _TOKENS, parts, statistics)
+            made = statistics, offsets.earlier, offsets.totals
+        ctx.save_for_backward(x, columns, coefficients, affinity, mask)
+        ctx.num_blocks, ctx.weight_dtype = num_blocks, weight.dtype
+        ctx.mark_non_differentiable(blocks, block_count, expert_count, *made)
+        ctx.set_materialize_grads(False)
+        return coefficients, affinity, blocks, block_count, expert_count, *made
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_alpha: Tensor, grad_affinity: Tensor, grad_gates: Tensor, *_: Tensor
+        ctx: Any, grad_coefficients: Tensor | None, grad_affinity: Tensor | None, *_: None
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        x, weight, alpha, affinity, gates, mask = ctx.saved_tensors
-        (n, dim), num_experts = x.shape, weight.shape[0] - 1
+        x, columns, coefficients, affinity, mask = ctx.saved_tensors
+        (n, dim), num_experts = x.shape, affinity.shape[1]
         if not n:
-            return torch.zeros_like(x), torch.zeros_like(weight), None, None
+            return torch.zeros_like(x), columns.new_zeros((num_experts + 1, dim), dtype=ctx.weight_dtype), *[None] * 3
         grad_x = torch.empty_like(x)
         grad_logits = x.new_empty((n, num_experts + 1), dtype=torch.float32)
-        columns = power_of_two(num_experts + 1, 16)
-        common = dict(D=dim, KP=columns, BLOCK_D=_block_d(dim, columns), PRECISION=EXACT, num_warps=4)
+        width = power_of_two(num_experts + 1, 16)
+        common = dict(D=dim, KP=width, BLOCK_D=_block_d(dim, width), PRECISION=EXACT, num_warps=4)
         _route_backward_kernel[(triton.cdiv(n, _TOKENS),)](
-            grad_alpha.contiguous(), grad_affinity.contiguous(), grad_gates.contiguous(), alpha, affinity, gates,
-            weight, mask, grad_logits, grad_x, n, K=num_experts, B=ctx.num_blocks, TOKENS=_TOKENS,
-            HAS_MASK=mask is not None, **common,
+            None if grad_coefficients is None else grad_coefficients.contiguous(),
+            None if grad_affinity is None else grad_affinity.contiguous(), coefficients, affinity, columns, mask,
+            grad_logits, grad_x, n, K=num_experts, B=ctx.num_blocks, TOKENS=_TOKENS, HAS_MASK=mask is not None,
+            HAS_COEFFICIENTS=grad_coefficients is not None, HAS_AFFINITY=grad_affinity is not None, **common,
         )  # fmt: skip
         # Partial sums over spans of tokens, added in order.
         spans = min(64, triton.cdiv(n, 64))
         span = triton.cdiv(triton.cdiv(n, spans), 64) * 64
-        partial = weight.new_empty((spans, num_experts + 1, dim))
+        partial = columns.new_empty((spans, num_experts + 1, dim))
         _route_weight_kernel[(spans, triton.cdiv(dim, common["BLOCK_D"]))](
             x, mask, grad_logits, partial, n, span, C=num_experts + 1, STEP=32, HAS_MASK=mask is not None, **common
         )
-        return grad_x, partial.sum(0), None, None
+        return grad_x, partial.sum(0).to(ctx.weight_dtype), None, None, None
+
+
+def _packed_columns(weight: Tensor, keys: Tensor, num_blocks: int) -> Tensor:
+    """(K + 1 + B, D) float32: the router's weight, then the prototypes."""
+    (num_columns, dim), block = weight.shape, keys.shape[0] // num_blocks
+    columns = weight.new_empty((num_columns + num_blocks, dim), dtype=torch.float32)
+    width = min(32, power_of_two(dim, 16))
+    _columns_kernel[(num_blocks + triton.cdiv(num_columns, 16), triton.cdiv(dim, width))](
+        weight, keys, columns, C=num_columns, B=num_blocks, M=block, D=dim, BLOCK_M=min(64, power_of_two(block)),
+        BLOCK_D=width, num_warps=4,
+    )  # fmt: skip
+    return columns
 
 
 def _block_d(dim: int, columns: int) -> int:
     """Slice of the model width per step: the more columns, the narrower, to fit 99 KiB of shared memory."""
     return min(64 if columns <= 64 else 32 if columns <= 160 else 16, power_of_two(dim, 16))
+
+
+@triton.jit
+def _columns_kernel(
+    weight, keys, columns, C: tl.constexpr, B: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """A program per block averages its M keys, the others copy 16 rows of the router's weight."""
+    block = tl.program_id(0)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    if block < B:
+        total = tl.zeros((BLOCK_D,), tl.float32)
+        for first in range(0, M, BLOCK_M):
+            channel = first + tl.arange(0, BLOCK_M)[:, None]
+            key = keys + (block * M + channel).to(tl.int64) * D + d[None, :]
+            total += tl.sum(tl.load(key, mask=(channel < M) & (d < D)[None, :], other=0.0).to(tl.float32), 0)
+        tl.store(columns + (C + block) * D + d, total / M, mask=d < D)
+    else:
+        at = ((block - B) * 16 + tl.arange(0, 16))[:, None] * D + d[None, :]
+        inside = (d < D)[None, :] & (at < C * D)
+        tl.store(columns + at, tl.load(weight + at, mask=inside, other=0.0).to(tl.float32), mask=inside)
 
 
 @triton.jit
@@ -141,10 +197,10 @@ def _column(values, column, index):
 
 @triton.jit(do_not_specialize=["n"])
 def _route_kernel(
-    x, weight, prototypes, token_mask, alpha_out, affinity_out, gates_out, blocks_out, block_count_out,
-    expert_count_out, statistics_out, n, K: tl.constexpr, B: tl.constexpr, D: tl.constexpr, KP: tl.constexpr,
-    BP: tl.constexpr, TOKENS: tl.constexpr, BLOCK_D: tl.constexpr, HAS_MASK: tl.constexpr, SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x, weight, token_mask, coefficients_out, affinity_out, blocks_out, block_count_out, expert_count_out,
+    statistics_out, counts_out, n, K: tl.constexpr, B: tl.constexpr, D: tl.constexpr, KP: tl.constexpr,
+    BP: tl.constexpr, TOKENS: tl.constexpr, BLOCK_D: tl.constexpr, HAS_MASK: tl.constexpr, COUNTING: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Logits in columns 0 (shared) and 1..K (experts) of one tile, prototype scores in another."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -156,6 +212,7 @@ def _route_kernel(
     scores = tl.zeros((TOKENS, BP), tl.float32)
     logits_rest = tl.zeros((TOKENS, KP), tl.float32)
     scores_rest = tl.zeros((TOKENS, BP), tl.float32)
+    prototypes = weight + (K + 1) * D
     for first in range(0, D, BLOCK_D):
         d = first + tl.arange(0, BLOCK_D)
         xs = tl.load(x + wide * D + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
@@ -213,12 +270,12 @@ def _route_kernel(
     count = tl.where(counted, count, 0)
     expert_count = tl.sum(active.to(tl.int32), 1)
 
-    tl.store(alpha_out + token, alpha, mask=valid)
     tl.store(block_count_out + token, count.to(tl.int64), mask=valid)
     tl.store(expert_count_out + token, expert_count.to(tl.int64), mask=valid)
     inside = valid[:, None] & is_expert
     tl.store(affinity_out + wide * K + (k - 1), affinity, mask=inside)
-    tl.store(gates_out + wide * K + (k - 1), gates, mask=inside)
+    coefficients = tl.where(k == 0, alpha[:, None], gates)
+    tl.store(coefficients_out + wide * (K + 1) + k, coefficients, mask=valid[:, None] & (k <= K))
     tl.store(blocks_out + wide * B + b, shared.to(tl.uint8), mask=valid[:, None] & (b < B))
 
     # One row of sums per program, in the order of `Usage`.
@@ -231,16 +288,25 @@ def _route_kernel(
     tl.store(row + 5, 0.0)  # dropped
     k_row = tl.arange(0, KP)
     b_row = tl.arange(0, BP)
-    load = tl.sum(((gates != 0) & active).to(tl.float32), 0)
+    used = (gates != 0) & active
+    load = tl.sum(used.to(tl.float32), 0)
     tl.store(row + 5 + k_row, load, mask=(k_row >= 1) & (k_row <= K))
     tl.store(row + 6 + K + b_row, tl.sum(shared.to(tl.float32), 0), mask=b_row < B)
+
+    if COUNTING:  # rows of every group: the tokens that share a block, or use an expert and do not share the block
+        table = counts_out + tl.program_id(0) * ((K + 1) * B)
+        tl.store(table + b_row, tl.sum(shared.to(tl.int32), 0), mask=b_row < B)
+        rest = (shared == 0).to(tl.float16)
+        count = tl.dot(tl.trans(used.to(tl.float16)), rest, tl.zeros((KP, BP), tl.float32)).to(tl.int32)
+        column = k_row[:, None]
+        tl.store(table + column * B + b, count, mask=(column >= 1) & (column <= K) & (b < B))
 
 
 @triton.jit(do_not_specialize=["n"])
 def _route_backward_kernel(
-    grad_alpha, grad_affinity, grad_gates, alpha_in, affinity_in, gates_in, weight, token_mask, grad_logits, grad_x,
-    n, K: tl.constexpr, B: tl.constexpr, TOKENS: tl.constexpr, HAS_MASK: tl.constexpr, D: tl.constexpr,
-    KP: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    grad_coefficients, grad_affinity, coefficients_in, affinity_in, weight, token_mask, grad_logits, grad_x, n,
+    K: tl.constexpr, B: tl.constexpr, TOKENS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_COEFFICIENTS: tl.constexpr,
+    HAS_AFFINITY: tl.constexpr, D: tl.constexpr, KP: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Through gates = affinity where active, the softmax and the sigmoid; then grad_x = grad_logits @ weight."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -251,16 +317,22 @@ def _route_backward_kernel(
         counted = valid & (tl.load(token_mask + token, mask=valid, other=0) != 0)
     k = tl.arange(0, KP)[None, :]
     inside = counted[:, None] & (k >= 1) & (k <= K)
-    at = wide * K + (k - 1)
-    affinity = tl.load(affinity_in + at, mask=inside, other=0.0)
-    upstream = tl.load(grad_affinity + at, mask=inside, other=0.0)
-    active = tl.load(gates_in + at, mask=inside, other=0.0) != 0
-    upstream += tl.where(active, tl.load(grad_gates + at, mask=inside, other=0.0), 0.0)
+    affinity = tl.load(affinity_in + wide * K + (k - 1), mask=inside, other=0.0)
+    upstream = tl.zeros((TOKENS, KP), tl.float32)
+    if HAS_AFFINITY:
+        upstream += tl.load(grad_affinity + wide * K + (k - 1), mask=inside, other=0.0)
+    grad_alpha = tl.zeros((TOKENS,), tl.float32)
+    if HAS_COEFFICIENTS:
+        at = wide * (K + 1) + k
+        active = tl.load(coefficients_in + at, mask=inside, other=0.0) != 0
+        upstream += tl.where(active, tl.load(grad_coefficients + at, mask=inside, other=0.0), 0.0)
+        grad_alpha += tl.load(grad_coefficients + token.to(tl.int64) * (K + 1), mask=counted, other=0.0)
     grad = affinity * (upstream - tl.sum(upstream * affinity, 1)[:, None])
     TAU: tl.constexpr = (B - 1) / (B * B)
     SPAN: tl.constexpr = 1 - 2 * TAU
-    sigmoid = (tl.load(alpha_in + token, mask=counted, other=TAU) - TAU) / SPAN
-    slope = tl.load(grad_alpha + token, mask=counted, other=0.0) * SPAN * sigmoid * (1.0 - sigmoid)
+    alpha = tl.load(coefficients_in + token.to(tl.int64) * (K + 1), mask=counted, other=TAU)
+    sigmoid = (alpha - TAU) / SPAN
+    slope = grad_alpha * SPAN * sigmoid * (1.0 - sigmoid)
     grad = tl.where(k == 0, slope[:, None], grad)
     tl.store(grad_logits + wide * (K + 1) + k, grad, mask=valid[:, None] & (k <= K))
     column = tl.arange(0, KP)[:, None]

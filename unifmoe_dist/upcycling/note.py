@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import dataclasses
+from typing import Any, Unpack
 
 from torch import distributed, nn
 from torch.distributed import ProcessGroup
+
+from unifmoe_dist.config import LayerChoices, UniFMoEConfig
 
 KEY = "unif_moe"
 
@@ -20,12 +23,12 @@ def record(
     num_experts: int,
     num_blocks: int,
     group: ProcessGroup | None,
-    capacity_factor: float | None = None,
+    **choices: Unpack[LayerChoices],
 ) -> None:
     """Note an upcycling to UniF-MoE layers in a Transformers model's config."""
     entry: dict[str, Any] = {"layers": layers, "num_experts": num_experts, "num_blocks": num_blocks}
-    if capacity_factor is not None:
-        entry["capacity_factor"] = capacity_factor
+    defaults = {field.name: field.default for field in dataclasses.fields(UniFMoEConfig)}
+    entry.update({name: value for name, value in choices.items() if value != defaults[name]})
     note(model, entry, group)
 
 

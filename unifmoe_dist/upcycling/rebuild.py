@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from unifmoe_dist.config import LayerChoices
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import ExpertLayer
 from unifmoe_dist.upcycling.adapters import find_adapter
@@ -50,7 +51,8 @@ def rebuild(model: nn.Module) -> None:
 def _maker(note: dict[str, Any]) -> Callable[[DenseFFN], ExpertLayer]:
     """What makes the layers that a note tells of."""
     if "method" not in note:
-        return layer_maker(note["num_experts"], note["num_blocks"], capacity_factor=note.get("capacity_factor"))
+        choices: Any = {name: note[name] for name in LayerChoices.__annotations__ if name in note}
+        return layer_maker(note["num_experts"], note["num_blocks"], **choices)
     from unifmoe_dist.baselines.construction import LayerOptions  # they are made of what is here
     from unifmoe_dist.baselines.construction import layer_maker as baseline_maker
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TypeVar, Unpack
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from unifmoe_dist.config import UniFMoEConfig
+from unifmoe_dist.config import LayerChoices, UniFMoEConfig
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import ExpertLayer
 from unifmoe_dist.layer import UniFMoELayer
@@ -30,7 +30,7 @@ def upcycle(
     expert_group: ProcessGroup | None = None,
     dispatcher: str = "auto",
     router_seed: int | None = None,
-    capacity_factor: float | None = None,
+    **choices: Unpack[LayerChoices],
 ) -> Model:
     """Replace the FFNs of some transformer layers by UniF-MoE layers, in place.
 
@@ -47,18 +47,18 @@ def upcycle(
         expert_group: Ranks that share the residual experts; None keeps all of them here.
         dispatcher: How tokens reach experts on other ranks: auto, local, alltoall or tutel.
         router_seed: Seed of the new routers; None draws from torch's global generator.
-        capacity_factor: Largest load of an expert, as a multiple of the mean; None drops nothing.
+        choices: `capacity_factor`, `shared_demand`, `fixed_experts` and `block_choice` of `UniFMoEConfig`.
 
     Returns:
         The same model.
 
     Raises:
         UserError: Unsupported model, FFN or activation; a layer index that is out of range, given twice or
-            already upcycled; a hidden width that num_blocks does not divide; a capacity_factor not above 0.
+            already upcycled; a hidden width that num_blocks does not divide; a choice out of range.
     """
-    make = layer_maker(num_experts, num_blocks, expert_group, dispatcher, capacity_factor)
+    make = layer_maker(num_experts, num_blocks, expert_group, dispatcher, **choices)
     converted = convert(model, layers, make, router_seed)
-    record(model, converted, num_experts, num_blocks, expert_group, capacity_factor)
+    record(model, converted, num_experts, num_blocks, expert_group, **choices)
     return model
 
 
@@ -67,14 +67,12 @@ def layer_maker(
     num_blocks: int,
     expert_group: ProcessGroup | None = None,
     dispatcher: str = "auto",
-    capacity_factor: float | None = None,
+    **choices: Unpack[LayerChoices],
 ) -> Callable[[DenseFFN], ExpertLayer]:
     """A function from a dense FFN to a UniF-MoE layer of that shape."""
 
     def make(ffn: DenseFFN) -> ExpertLayer:
-        config = UniFMoEConfig(
-            **ffn.shape(), num_experts=num_experts, num_blocks=num_blocks, capacity_factor=capacity_factor
-        )
+        config = UniFMoEConfig(**ffn.shape(), num_experts=num_experts, num_blocks=num_blocks, **choices)
         return UniFMoELayer(config, expert_group=expert_group, dispatcher=dispatcher)
 
     return make

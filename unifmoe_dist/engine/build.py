@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from unifmoe_dist.baselines.algorithms import ALGORITHMS, Algorithm
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.base import TaskData
 from unifmoe_dist.engine.ranks import Ranks
+from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling import moe_layers, upcycle
 
 
@@ -28,7 +30,7 @@ def build_task(config: TrainConfig) -> TaskData:
 
 
 def build_model(config: TrainConfig, task: TaskData, ranks: Ranks | None = None) -> nn.Module:
-    """The dense backbone, upcycled if the configuration asks for it. Seed torch first.
+    """The dense backbone, upcycled if the configuration asks for it: what is deployed. Seed torch first.
 
     Without ranks all experts are here and nothing travels, so no dispatcher's library is needed.
     """
@@ -40,10 +42,30 @@ def build_model(config: TrainConfig, task: TaskData, ranks: Ranks | None = None)
             dispatcher="auto" if ranks is None else config.model.dispatcher,
             capacity_factor=config.model.capacity_factor,
         )  # fmt: skip
+    model = ALGORITHMS[config.algorithm.name].adapt(model, config.algorithm)
     if config.parallel.gradient_checkpointing:
         enable: Any = getattr(model, "gradient_checkpointing_enable", None) or model.set_grad_checkpointing
         enable()
     return model
+
+
+def build_algorithm(config: TrainConfig, task: TaskData, ranks: Ranks | None = None) -> Algorithm:
+    """The training algorithm that the configuration names, around a new model. Seed torch first.
+
+    Raises:
+        UserError: the algorithm compares environments and the task has one, or it does not fit the model.
+    """
+    kind, environments = ALGORITHMS[config.algorithm.name], len(task.train)
+    if kind.needs_environments and environments < 2:
+        raise UserError(
+            f"algorithm.name {config.algorithm.name} needs at least two training environments, and the task "
+            f"{task.name} has {environments}; use algorithm.name erm."
+        )
+
+    def make_model() -> nn.Module:
+        return build_model(config, task, ranks)
+
+    return kind(make_model(), environments, task.num_classes, config.algorithm, make_model)
 
 
 def mark_experts(model: nn.Module, ranks: Ranks) -> None:

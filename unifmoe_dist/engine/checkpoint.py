@@ -8,6 +8,8 @@
         dense-optimizer.safetensors   "<name>/fp32", "<name>/exp_avg", ...
         experts-000-003.safetensors   weights of residual experts 0..2    (the ranks that own them)
         experts-000-003-optimizer.safetensors
+        algorithm-dense.safetensors ...   the same files for what only the training algorithm needs, if anything;
+                                names start with "algorithm."
         progress.json           step, schedule, loss scale, metrics so far
         random-00000.safetensors      generator states of rank 0 ...
 
@@ -39,6 +41,8 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling import moe_layers
 
 FORMAT = 1
+EXTRA = "algorithm"
+"""Marks files, and tensors, of modules that only training needs."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -88,9 +92,12 @@ def split_by_expert(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, T
 
 
 def save(
-    folder: Path, model: nn.Module, engine: Any, ranks: Ranks, progress: dict[str, Any], schedule: Any
-) -> Path:
+    folder: Path, model: nn.Module, engine: Any, ranks: Ranks, progress: dict[str, Any], schedule: Any,
+    extra: nn.Module | None = None,
+) -> Path:  # fmt: skip
     """Write one checkpoint; collective. Returns its folder, which exists only once it is whole.
+
+    `extra` holds modules that are trained besides the model.
 
     Raises:
         UserError: the disk is full or cannot be written; the checkpoints that exist stay as they are.
@@ -103,16 +110,10 @@ def save(
             temporary.mkdir(parents=True)
     ranks.barrier()
 
-    experts = set(expert_names(model)) if ranks.expert_group is not None else set()
-    states = optimizer_state.collect(engine, model)
-    weights = {name: t.detach().cpu() for name, t in model.state_dict().items()}
-    mine: dict[str, dict[str, Tensor]] = {f"random-{ranks.rank:05d}": _random_state()}
-    if ranks.rank == 0:
-        mine.update(_pair("dense", model, weights, states, lambda name: name not in experts))
-    if experts and ranks.expert_replica == 0:
-        _, first, count = expert_names(model)[next(iter(experts))]
-        stem = f"experts-{first:03d}-{first + count:03d}"
-        mine.update(_pair(stem, model, weights, states, experts.__contains__))
+    mine = {f"random-{ranks.rank:05d}": _random_state(), **_files(model, engine, ranks)}
+    if extra is not None and any(True for _ in extra.parameters()):
+        for stem, tensors in _files(extra, engine, ranks).items():
+            mine[f"{EXTRA}-{stem}"] = {f"{EXTRA}.{name}": tensor for name, tensor in tensors.items()}
     with _explained(final):
         entries = {}
         for stem, tensors in mine.items():
@@ -137,6 +138,21 @@ def save(
             write_text(folder / "latest", final.name)
     ranks.barrier()
     return final
+
+
+def _files(model: nn.Module, engine: Any, ranks: Ranks) -> dict[str, dict[str, Tensor]]:
+    """The contents of the files that this rank writes for a model, by stem; collective."""
+    experts = set(expert_names(model)) if ranks.expert_group is not None else set()
+    states = optimizer_state.collect(engine, model)
+    weights = {name: t.detach().cpu() for name, t in model.state_dict().items()}
+    files: dict[str, dict[str, Tensor]] = {}
+    if ranks.rank == 0:
+        files.update(_pair("dense", model, weights, states, lambda name: name not in experts))
+    if experts and ranks.expert_replica == 0:
+        _, first, count = expert_names(model)[next(iter(experts))]
+        stem = f"experts-{first:03d}-{first + count:03d}"
+        files.update(_pair(stem, model, weights, states, experts.__contains__))
+    return files
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
@@ -268,19 +284,21 @@ class _Tensors:
         with safe_open(self.files[name], "pt") as handle:
             return handle.get_tensor(name)
 
-    def read_for(self, model: nn.Module, name: str, suffix: str = "") -> Tensor:
-        """A parameter as this rank holds it: local experts stacked."""
+    def read_for(self, model: nn.Module, name: str, start: str = "", end: str = "") -> Tensor:
+        """A parameter as this rank holds it: local experts stacked. Names here go between `start` and `end`."""
         place = expert_names(model).get(name)
         if place is None:
-            return self.read(name + suffix)
+            return self.read(start + name + end)
         prefix, first, count = place
         return torch.stack(
-            [self.read(_expert_key(name, prefix, e) + suffix) for e in range(first, first + count)]
+            [self.read(start + _expert_key(name, prefix, e) + end) for e in range(first, first + count)]
         )
 
 
-def load_weights(folder: Path, model: nn.Module) -> None:
+def load_weights(folder: Path, model: nn.Module, start: str = "") -> None:
     """Copy the weights into a model built the same way, at this rank's share of the experts.
+
+    `start` begins the names that the checkpoint gives to the model's tensors.
 
     Raises:
         UserError: a tensor is missing or has another shape.
@@ -288,7 +306,7 @@ def load_weights(folder: Path, model: nn.Module) -> None:
     try:
         tensors = _Tensors(folder, optimizer=False)
         own = model.state_dict()
-        state = {name: tensors.read_for(model, name) for name in own}
+        state = {name: tensors.read_for(model, name, start) for name in own}
     except SafetensorError as error:
         raise UserError(f"checkpoint {folder} cannot be read ({error}); it is damaged.") from error
     for name, tensor in state.items():
@@ -300,15 +318,20 @@ def load_weights(folder: Path, model: nn.Module) -> None:
     model.load_state_dict(state)
 
 
-def load(folder: Path, model: nn.Module, engine: Any, ranks: Ranks, schedule: Any) -> dict[str, Any]:
+def load(
+    folder: Path, model: nn.Module, engine: Any, ranks: Ranks, schedule: Any, extra: nn.Module | None = None
+) -> dict[str, Any]:
     """Restore weights, optimiser, schedule, loss scale and this rank's generators. Returns the saved progress."""
-    load_weights(folder, model)
+    parts = {"": model} if extra is None else {"": model, f"{EXTRA}.": extra}
+    for start, part in parts.items():
+        load_weights(folder, part, start)
     progress = load_progress(folder)
     tensors = _Tensors(folder, optimizer=True)
     kinds = sorted({key.rsplit("/", 1)[1] for key in tensors.files})
     states = {
-        parameter: {kind: tensors.read_for(model, name, f"/{kind}") for kind in kinds}
-        for name, parameter in model.named_parameters()
+        parameter: {kind: tensors.read_for(part, name, start, f"/{kind}") for kind in kinds}
+        for start, part in parts.items()
+        for name, parameter in part.named_parameters()
         if parameter.requires_grad
     }
     optimizer_state.restore(engine, states, progress["optimizer_scalars"])

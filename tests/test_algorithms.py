@@ -21,7 +21,8 @@ from unifmoe_dist.config import AlgorithmConfig, DataConfig, DMDAConfig, ModelCo
 from unifmoe_dist.data.digits import build_digits_vit, digits_task
 from unifmoe_dist.engine import build, checkpoint, export
 from unifmoe_dist.engine.cli import dump_train_config, load_train_config, parse_train_config
-from unifmoe_dist.engine.ranks import running_ranks
+from unifmoe_dist.engine.evaluate import evaluate
+from unifmoe_dist.engine.ranks import Ranks, running_ranks
 from unifmoe_dist.engine.trainer import Trainer, choose_folder
 from unifmoe_dist.errors import UserError
 
@@ -122,7 +123,7 @@ def test_dmda_is_its_equation(step):
     learning = alignment = 0.0
     for i, (x, y) in enumerate(zip(inputs["x"], labels, strict=True)):
         z = algorithm.model.forward_features(x)
-        kept = sorted(range(16), key=lambda c, y=y: -float(head.scorer.weight[y, c]))[: int(16 * 0.3)]
+        kept = sorted(range(16), key=lambda c, y=y: -head.scorer.weight[y, c].item())[: int(16 * 0.3)]
         mask = torch.tensor([float(c in kept) for c in range(16)])
         semantics = extra["expert"](z * mask)
         pair = z * mask + extra["embedding"]((semantics / 3.0).softmax(-1)) * mask
@@ -288,23 +289,21 @@ def test_options_on_the_command_line_and_in_a_file(tmp_path):
 def test_a_run_deploys_the_model_alone(name, tmp_path):
     run = tmp_path / "run"
     words = [
-        "--steps", "4", "--eval_every", "2", "--log_every", "1", "--progress", "false", "--baseline", "false",
+        "--steps", "2", "--eval_every", "2", "--log_every", "1", "--progress", "false", "--baseline", "false",
         "--data.batch_size", "4", "--model.moe", "none", "--optim.warmup_steps", "1", "--output", str(run),
         "--algorithm.name", name,
     ]  # fmt: skip
     job = run_job(tmp_path, 1, words)
     assert job.statuses == [0], job.output
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["algorithm"] == name and summary["steps"] == 4
-    scored = run_job(tmp_path, 1, [str(run)], script="evaluate")
-    assert scored.statuses == [0], scored.output
-    result = json.loads(scored.output[scored.output.index("{") : scored.output.rindex("}") + 1])
-    assert result["accuracy"] == pytest.approx(summary["test_accuracy"], abs=1e-9)
+    assert summary["algorithm"] == name and summary["steps"] == 2
     task = digits_task()
     images = task.collate([task.test[0][i] for i in range(8)])[0]
     config = load_train_config(str(run / "config.yaml"))
     model = build.build_model(config, task)
     checkpoint.load_weights(checkpoint.latest(run, "best"), model)
+    score = evaluate(model, task, task.test, 64, Ranks(0, 1, torch.device("cpu")))
+    assert score.accuracy == pytest.approx(summary["test_accuracy"], abs=1e-9)
     expected = model.eval()(**images)
     one_file = export.consolidate(run, tmp_path / "model.safetensors")
     assert load_file(one_file).keys() == model.state_dict().keys()
@@ -361,7 +360,7 @@ def cut_and_resumed(rank, world, folder, name, zero_stage):
     return True
 
 
-@pytest.mark.parametrize("name,zero_stage", [("lfme", 1), ("lfme", 0), ("dmda", 2)])
+@pytest.mark.parametrize("name,zero_stage", [("lfme", 1), ("dmda", 0)])
 def test_a_resumed_run_is_the_same_run(name, zero_stage, tmp_path):
     assert run_ranks(1, cut_and_resumed, str(tmp_path), name, zero_stage) == [True]
 

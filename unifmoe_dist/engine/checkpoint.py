@@ -63,7 +63,10 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def expert_names(model: nn.Module) -> dict[str, tuple[str, int, int]]:
+Places = dict[str, tuple[str, int, int]]
+
+
+def expert_names(model: nn.Module) -> Places:
     """Names of residual-expert parameters -> (checkpoint prefix, first global expert held here, experts held here)."""
     found = {}
     for layer_name, layer in moe_layers(model).items():
@@ -266,30 +269,31 @@ def load_progress(folder: Path) -> dict[str, Any]:
 
 
 class _Tensors:
-    """All tensors of a checkpoint by name, read lazily."""
+    """All tensors of a checkpoint by name, read lazily from files that stay open."""
 
     def __init__(self, folder: Path, optimizer: bool) -> None:
-        self.files: dict[str, Path] = {}
+        self.files: dict[str, Any] = {}
         for path in sorted(folder.glob("*.safetensors")):
             if path.name.startswith("random-") or path.stem.endswith("-optimizer") != optimizer:
                 continue
-            with safe_open(path, "pt") as handle:
-                self.files.update(dict.fromkeys(handle.keys(), path))
+            handle = safe_open(path, "pt")
+            self.files.update(dict.fromkeys(handle.keys(), handle))
 
     def read(self, name: str) -> Tensor:
         if name not in self.files:
             raise UserError(
                 f"the checkpoint holds no tensor {name}; it belongs to another model configuration."
             )
-        with safe_open(self.files[name], "pt") as handle:
-            return handle.get_tensor(name)
+        return self.files[name].get_tensor(name)
 
-    def read_for(self, model: nn.Module, name: str, start: str = "", end: str = "") -> Tensor:
-        """A parameter as this rank holds it: local experts stacked. Names here go between `start` and `end`."""
-        place = expert_names(model).get(name)
-        if place is None:
+    def read_for(self, places: Places, name: str, start: str = "", end: str = "") -> Tensor:
+        """A parameter as this rank holds it: local experts stacked, at their `places` in the model.
+
+        The checkpoint's name is the model's between `start` and `end`.
+        """
+        if name not in places:
             return self.read(start + name + end)
-        prefix, first, count = place
+        prefix, first, count = places[name]
         return torch.stack(
             [self.read(start + _expert_key(name, prefix, e) + end) for e in range(first, first + count)]
         )
@@ -304,9 +308,9 @@ def load_weights(folder: Path, model: nn.Module, start: str = "") -> None:
         UserError: a tensor is missing or has another shape.
     """
     try:
-        tensors = _Tensors(folder, optimizer=False)
+        tensors, places = _Tensors(folder, optimizer=False), expert_names(model)
         own = model.state_dict()
-        state = {name: tensors.read_for(model, name, start) for name in own}
+        state = {name: tensors.read_for(places, name, start) for name in own}
     except SafetensorError as error:
         raise UserError(f"checkpoint {folder} cannot be read ({error}); it is damaged.") from error
     for name, tensor in state.items():
@@ -328,12 +332,13 @@ def load(
     progress = load_progress(folder)
     tensors = _Tensors(folder, optimizer=True)
     kinds = sorted({key.rsplit("/", 1)[1] for key in tensors.files})
-    states = {
-        parameter: {kind: tensors.read_for(part, name, start, f"/{kind}") for kind in kinds}
-        for start, part in parts.items()
-        for name, parameter in part.named_parameters()
-        if parameter.requires_grad
-    }
+    states = {}
+    for start, part in parts.items():
+        places = expert_names(part)
+        for name, parameter in part.named_parameters():
+            if parameter.requires_grad:
+                state = {kind: tensors.read_for(places, name, start, f"/{kind}") for kind in kinds}
+                states[parameter] = state
     optimizer_state.restore(engine, states, progress["optimizer_scalars"])
     # One rate for all groups: their number differs between layouts, as sharded experts form groups of their own.
     rate, groups = progress["lr"], engine.optimizer.param_groups

@@ -212,14 +212,85 @@ class DataConfig:
 
 
 @dataclass
+class LFMEConfig:
+    """Learning from multiple experts.
+
+    Args:
+        guidance_weight: Weight of the squared distance of the model's logits from the experts' probabilities.
+    """
+
+    guidance_weight: float = 1.0
+
+
+@dataclass
+class DMDAConfig:
+    """Discriminative microscopic distribution alignment.
+
+    Args:
+        channel_ratio: Fraction of the feature channels that selective channel pruning keeps.
+        scorer_weight: Weight of the loss of the classifier whose weights choose the channels.
+        temperature: Temperature of the class expert's probabilities, which are the latent semantics.
+        expert_dim: Width of the class expert's first hidden layer; the second has a quarter of it.
+        approximator_dim: Width of the hidden layers that tell environments apart.
+        warmup_steps: Scale, in steps, on which the reversed gradient of the alignment grows to its full strength.
+    """
+
+    channel_ratio: float = 0.5
+    scorer_weight: float = 5.0
+    temperature: float = 4.0
+    expert_dim: int = 512
+    approximator_dim: int = 256
+    warmup_steps: int = 1000
+
+
+@dataclass
+class PCMoEConfig:
+    """Mixture of environment experts with consistent predictions.
+
+    Args:
+        expert_weight: Weight of the loss of each environment's expert on its own items.
+        consistency_weight: Weight of the divergence of the model's prediction from that of the other environments'
+            experts.
+    """
+
+    expert_weight: float = 1.0
+    consistency_weight: float = 1.0
+
+
+@dataclass
 class AlgorithmConfig:
     """What is minimised besides the layers' own losses.
 
     Args:
         name: erm is the plain task loss; lfme, dmda and pcmoe are training algorithms for domain generalisation.
+        lfme: Options of lfme.
+        dmda: Options of dmda.
+        pcmoe: Options of pcmoe.
     """
 
     name: Literal["erm", "lfme", "dmda", "pcmoe"] = "erm"
+    lfme: LFMEConfig = field(default_factory=LFMEConfig)
+    dmda: DMDAConfig = field(default_factory=DMDAConfig)
+    pcmoe: PCMoEConfig = field(default_factory=PCMoEConfig)
+
+    def validate(self) -> None:
+        """Refuse values out of range, with one sentence."""
+        weights = {
+            "lfme.guidance_weight": self.lfme.guidance_weight,
+            "dmda.scorer_weight": self.dmda.scorer_weight,
+            "dmda.warmup_steps": self.dmda.warmup_steps,
+            "pcmoe.expert_weight": self.pcmoe.expert_weight,
+            "pcmoe.consistency_weight": self.pcmoe.consistency_weight,
+        }
+        for name, value in weights.items():
+            _check(0 <= value < float("inf"), f"algorithm.{name} must be at least 0, not {value}.")
+        ratio, temperature = self.dmda.channel_ratio, self.dmda.temperature
+        _check(0 < ratio <= 1, f"algorithm.dmda.channel_ratio must be above 0 and at most 1, not {ratio}.")
+        _check(
+            0 < temperature < float("inf"), f"algorithm.dmda.temperature must be above 0, not {temperature}."
+        )
+        for name, width in (("expert_dim", self.dmda.expert_dim), ("approximator_dim", self.dmda.approximator_dim)):
+            _check(width >= 4, f"algorithm.dmda.{name} must be at least 4, not {width}.")
 
 
 @dataclass
@@ -351,6 +422,7 @@ class TrainConfig:
             all(0 <= beta < 1 for beta in self.optim.betas),
             f"optim.betas must both be at least 0 and below 1, not {list(self.optim.betas)}.",
         )
+        self.algorithm.validate()
         for name, seed in (("seed", self.seed), ("data.split_seed", self.data.split_seed or 0)):
             _check(0 <= seed < 2**32, f"{name} must be a whole number from 0 to {2**32 - 1}, not {seed}.")
         _check(

@@ -46,6 +46,11 @@ class TaskData:
     augment: Callable[[dict[str, Tensor], torch.Generator], dict[str, Tensor]] | None = None
 
 
+def logits_of(output: Any) -> Tensor:
+    """Logits of a timm model (a tensor) or a Hugging Face one (an output with .logits)."""
+    return output if torch.is_tensor(output) else output.logits
+
+
 def collate_images(items: Sequence[tuple[Tensor, int]]) -> Batch:
     """Stack ``(image (C, H, W), label)`` pairs into ``({"x": (N, C, H, W)}, (N,))``."""
     images, labels = zip(*items, strict=True)

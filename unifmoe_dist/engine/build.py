@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from unifmoe_dist.baselines import LayerOptions, upcycle_baseline
+from unifmoe_dist.baselines.algorithms import ALGORITHMS, Algorithm
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.base import TaskData
 from unifmoe_dist.engine.ranks import Ranks
+from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling import moe_layers, upcycle
 
 
@@ -29,7 +31,7 @@ def build_task(config: TrainConfig) -> TaskData:
 
 
 def build_model(config: TrainConfig, task: TaskData, ranks: Ranks | None = None) -> nn.Module:
-    """The dense backbone, upcycled if the configuration asks for it. Seed torch first.
+    """The dense backbone, upcycled if the configuration asks for it: what is deployed. Seed torch first.
 
     Without ranks all experts are here and nothing travels, so no dispatcher's library is needed.
     """
@@ -53,6 +55,7 @@ def build_model(config: TrainConfig, task: TaskData, ranks: Ranks | None = None)
         for layer in moe_layers(model).values():
             if config.optim.auxiliary_weight is not None:
                 layer.auxiliary_weight = config.optim.auxiliary_weight
+    model = ALGORITHMS[config.algorithm.name].adapt(model, config.algorithm)
     if config.parallel.gradient_checkpointing:
         checkpoint_activations(model)
     return model
@@ -74,6 +77,25 @@ def layer_options(config: TrainConfig) -> LayerOptions:
         max_experts=model.most_experts(), adapt_every=model.adapt_every, mass_threshold=model.mass_threshold,
         expansion_steps=config.steps // 10,
     )  # fmt: skip
+
+
+def build_algorithm(config: TrainConfig, task: TaskData, ranks: Ranks | None = None) -> Algorithm:
+    """The training algorithm that the configuration names, around a new model. Seed torch first.
+
+    Raises:
+        UserError: the algorithm compares environments and the task has one, or it does not fit the model.
+    """
+    kind, environments = ALGORITHMS[config.algorithm.name], len(task.train)
+    if kind.needs_environments and environments < 2:
+        raise UserError(
+            f"algorithm.name {config.algorithm.name} needs at least two training environments, and the task "
+            f"{task.name} has {environments}; use algorithm.name erm."
+        )
+
+    def make_model() -> nn.Module:
+        return build_model(config, task, ranks)
+
+    return kind(make_model(), environments, task.num_classes, config.algorithm, make_model)
 
 
 def mark_experts(model: nn.Module, ranks: Ranks) -> None:

@@ -8,6 +8,8 @@
         dense-optimizer.safetensors   "<name>/fp32", "<name>/exp_avg", ...
         experts-000-003.safetensors   weights of residual experts 0..2    (the ranks that own them)
         experts-000-003-optimizer.safetensors
+        algorithm-dense.safetensors ...   the same files for what only the training algorithm needs, if anything;
+                                names start with "algorithm."
         progress.json           step, schedule, loss scale, metrics so far
         random-00000.safetensors      generator states of rank 0 ...
 
@@ -39,6 +41,8 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling import moe_layers
 
 FORMAT = 1
+EXTRA = "algorithm"
+"""Marks files, and tensors, of modules that only training needs."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -59,7 +63,10 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def expert_names(model: nn.Module) -> dict[str, tuple[str, int, int]]:
+Places = dict[str, tuple[str, int, int]]
+
+
+def expert_names(model: nn.Module) -> Places:
     """Names of residual-expert parameters -> (checkpoint prefix, first global expert held here, experts held here)."""
     found = {}
     for layer_name, layer in moe_layers(model).items():
@@ -88,9 +95,12 @@ def split_by_expert(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, T
 
 
 def save(
-    folder: Path, model: nn.Module, engine: Any, ranks: Ranks, progress: dict[str, Any], schedule: Any
-) -> Path:
+    folder: Path, model: nn.Module, engine: Any, ranks: Ranks, progress: dict[str, Any], schedule: Any,
+    extra: nn.Module | None = None,
+) -> Path:  # fmt: skip
     """Write one checkpoint; collective. Returns its folder, which exists only once it is whole.
+
+    `extra` holds modules that are trained besides the model.
 
     Raises:
         UserError: the disk is full or cannot be written; the checkpoints that exist stay as they are.
@@ -103,16 +113,10 @@ def save(
             temporary.mkdir(parents=True)
     ranks.barrier()
 
-    experts = set(expert_names(model)) if ranks.expert_group is not None else set()
-    states = optimizer_state.collect(engine, model)
-    weights = {name: t.detach().cpu() for name, t in model.state_dict().items()}
-    mine: dict[str, dict[str, Tensor]] = {f"random-{ranks.rank:05d}": _random_state()}
-    if ranks.rank == 0:
-        mine.update(_pair("dense", model, weights, states, lambda name: name not in experts))
-    if experts and ranks.expert_replica == 0:
-        _, first, count = expert_names(model)[next(iter(experts))]
-        stem = f"experts-{first:03d}-{first + count:03d}"
-        mine.update(_pair(stem, model, weights, states, experts.__contains__))
+    mine = {f"random-{ranks.rank:05d}": _random_state(), **_files(model, engine, ranks)}
+    if extra is not None and any(True for _ in extra.parameters()):
+        for stem, tensors in _files(extra, engine, ranks).items():
+            mine[f"{EXTRA}-{stem}"] = {f"{EXTRA}.{name}": tensor for name, tensor in tensors.items()}
     with _explained(final):
         entries = {}
         for stem, tensors in mine.items():
@@ -137,6 +141,21 @@ def save(
             write_text(folder / "latest", final.name)
     ranks.barrier()
     return final
+
+
+def _files(model: nn.Module, engine: Any, ranks: Ranks) -> dict[str, dict[str, Tensor]]:
+    """The contents of the files that this rank writes for a model, by stem; collective."""
+    experts = set(expert_names(model)) if ranks.expert_group is not None else set()
+    states = optimizer_state.collect(engine, model)
+    weights = {name: t.detach().cpu() for name, t in model.state_dict().items()}
+    files: dict[str, dict[str, Tensor]] = {}
+    if ranks.rank == 0:
+        files.update(_pair("dense", model, weights, states, lambda name: name not in experts))
+    if experts and ranks.expert_replica == 0:
+        _, first, count = expert_names(model)[next(iter(experts))]
+        stem = f"experts-{first:03d}-{first + count:03d}"
+        files.update(_pair(stem, model, weights, states, experts.__contains__))
+    return files
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
@@ -250,45 +269,48 @@ def load_progress(folder: Path) -> dict[str, Any]:
 
 
 class _Tensors:
-    """All tensors of a checkpoint by name, read lazily."""
+    """All tensors of a checkpoint by name, read lazily from files that stay open."""
 
     def __init__(self, folder: Path, optimizer: bool) -> None:
-        self.files: dict[str, Path] = {}
+        self.files: dict[str, Any] = {}
         for path in sorted(folder.glob("*.safetensors")):
             if path.name.startswith("random-") or path.stem.endswith("-optimizer") != optimizer:
                 continue
-            with safe_open(path, "pt") as handle:
-                self.files.update(dict.fromkeys(handle.keys(), path))
+            handle = safe_open(path, "pt")
+            self.files.update(dict.fromkeys(handle.keys(), handle))
 
     def read(self, name: str) -> Tensor:
         if name not in self.files:
             raise UserError(
                 f"the checkpoint holds no tensor {name}; it belongs to another model configuration."
             )
-        with safe_open(self.files[name], "pt") as handle:
-            return handle.get_tensor(name)
+        return self.files[name].get_tensor(name)
 
-    def read_for(self, model: nn.Module, name: str, suffix: str = "") -> Tensor:
-        """A parameter as this rank holds it: local experts stacked."""
-        place = expert_names(model).get(name)
-        if place is None:
-            return self.read(name + suffix)
-        prefix, first, count = place
+    def read_for(self, places: Places, name: str, start: str = "", end: str = "") -> Tensor:
+        """A parameter as this rank holds it: local experts stacked, at their `places` in the model.
+
+        The checkpoint's name is the model's between `start` and `end`.
+        """
+        if name not in places:
+            return self.read(start + name + end)
+        prefix, first, count = places[name]
         return torch.stack(
-            [self.read(_expert_key(name, prefix, e) + suffix) for e in range(first, first + count)]
+            [self.read(start + _expert_key(name, prefix, e) + end) for e in range(first, first + count)]
         )
 
 
-def load_weights(folder: Path, model: nn.Module) -> None:
+def load_weights(folder: Path, model: nn.Module, start: str = "") -> None:
     """Copy the weights into a model built the same way, at this rank's share of the experts.
+
+    `start` begins the names that the checkpoint gives to the model's tensors.
 
     Raises:
         UserError: a tensor is missing or has another shape.
     """
     try:
-        tensors = _Tensors(folder, optimizer=False)
+        tensors, places = _Tensors(folder, optimizer=False), expert_names(model)
         own = model.state_dict()
-        state = {name: tensors.read_for(model, name) for name in own}
+        state = {name: tensors.read_for(places, name, start) for name in own}
     except SafetensorError as error:
         raise UserError(f"checkpoint {folder} cannot be read ({error}); it is damaged.") from error
     for name, tensor in state.items():
@@ -300,17 +322,23 @@ def load_weights(folder: Path, model: nn.Module) -> None:
     model.load_state_dict(state)
 
 
-def load(folder: Path, model: nn.Module, engine: Any, ranks: Ranks, schedule: Any) -> dict[str, Any]:
+def load(
+    folder: Path, model: nn.Module, engine: Any, ranks: Ranks, schedule: Any, extra: nn.Module | None = None
+) -> dict[str, Any]:
     """Restore weights, optimiser, schedule, loss scale and this rank's generators. Returns the saved progress."""
-    load_weights(folder, model)
+    parts = {"": model} if extra is None else {"": model, f"{EXTRA}.": extra}
+    for start, part in parts.items():
+        load_weights(folder, part, start)
     progress = load_progress(folder)
     tensors = _Tensors(folder, optimizer=True)
     kinds = sorted({key.rsplit("/", 1)[1] for key in tensors.files})
-    states = {
-        parameter: {kind: tensors.read_for(model, name, f"/{kind}") for kind in kinds}
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
+    states = {}
+    for start, part in parts.items():
+        places = expert_names(part)
+        for name, parameter in part.named_parameters():
+            if parameter.requires_grad:
+                state = {kind: tensors.read_for(places, name, start, f"/{kind}") for kind in kinds}
+                states[parameter] = state
     optimizer_state.restore(engine, states, progress["optimizer_scalars"])
     # One rate for all groups: their number differs between layouts, as sharded experts form groups of their own.
     rate, groups = progress["lr"], engine.optimizer.param_groups

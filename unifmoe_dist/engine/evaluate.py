@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from unifmoe_dist.data.base import TaskData
+from unifmoe_dist.data.base import TaskData, logits_of
 from unifmoe_dist.engine.batches import evaluation_batches
 from unifmoe_dist.engine.ranks import Ranks
 from unifmoe_dist.upcycling import moe_layers
@@ -24,11 +23,6 @@ class Score:
     accuracy: float
     per_dataset: list[float]
     usage: dict[str, UsageSummary]
-
-
-def logits_of(output: Any) -> Tensor:
-    """Logits of a timm model (a tensor) or a Hugging Face one (an output with .logits)."""
-    return output if torch.is_tensor(output) else output.logits
 
 
 def to_device(inputs: dict[str, Tensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:

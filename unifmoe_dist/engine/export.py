@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from unifmoe_dist.baselines import LayerOptions, upcycle_baseline
+from unifmoe_dist.baselines.algorithms.dmda import add_selective_head
 from unifmoe_dist.config import LayerChoices, TrainConfig
 from unifmoe_dist.engine import build, checkpoint
 from unifmoe_dist.engine.cli import load_train_config
@@ -155,6 +156,7 @@ def _describe(config: TrainConfig, model: Any) -> dict[str, Any]:
         "num_classes": model.num_classes,
         "pretrained_cfg": {k: v for k, v in made.items() if v is not None and k != "architecture"},
         "moe": _describe_layers(config),
+        "channel_ratio": config.algorithm.dmda.channel_ratio if config.algorithm.name == "dmda" else None,
     }
 
 
@@ -182,7 +184,9 @@ def _skeleton(shape: dict[str, Any]) -> nn.Module:
         import unifmoe_dist.data.timm_models  # noqa: F401  registers digits_vit
 
         model = timm.create_model(shape["architecture"], num_classes=shape["num_classes"])
-        return _with_layers(model, shape["moe"])
+        model = _with_layers(model, shape["moe"])
+        ratio = shape.get("channel_ratio")  # of a selective head
+        return model if ratio is None else add_selective_head(model, ratio)
 
 
 def _with_layers(model: nn.Module, moe: dict[str, Any] | None) -> nn.Module:
@@ -204,8 +208,9 @@ def _transformers_class(config: dict[str, Any]) -> Any:
 
 def _timm_config(shape: dict[str, Any]) -> dict[str, Any]:
     """timm's config.json; what timm does not know stands beside it."""
-    moe = {} if shape["moe"] is None else {"unif_moe": shape["moe"]}
-    return {**{key: shape[key] for key in ("architecture", "num_classes", "pretrained_cfg")}, **moe}
+    ours = {"unif_moe": shape["moe"], "channel_ratio": shape["channel_ratio"]}
+    theirs = {key: shape[key] for key in ("architecture", "num_classes", "pretrained_cfg")}
+    return theirs | {key: value for key, value in ours.items() if value is not None}
 
 
 def _own_memory(model: nn.Module) -> dict[str, torch.Tensor]:

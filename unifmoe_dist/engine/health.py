@@ -113,7 +113,7 @@ def locate(
     """Run a step again without an update, and say where on which rank it first stops being finite; collective.
 
     Args:
-        model: The model, not the engine: gradients are computed aside and reach no optimiser.
+        model: The training algorithm, not the engine: gradients are computed aside and reach no optimiser.
         micro_batches: This rank's batches of the step.
         loss_of: From a batch to the loss, running the model.
         ranks: This process's place in the job.
@@ -123,9 +123,11 @@ def locate(
         A phrase such as "rank 1: blocks.3.mlp gave values that are not finite", and whether weights are affected.
     """
     found: list[tuple[str, str]] = [
-        ("weights", f"the weight {name} is not finite") for name, p in model.named_parameters() if not _finite(p)
+        ("weights", f"the weight {_shown(name)} is not finite")
+        for name, p in model.named_parameters()
+        if not _finite(p)
     ]
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trained = {_shown(name): p for name, p in model.named_parameters() if p.requires_grad}
     with unnoticed(model, ranks.device):
         for batch in micro_batches:
             found += [("inputs", f"the input {n} is not finite") for n, t in inputs_of(batch).items() if not _finite(t)]
@@ -148,6 +150,11 @@ def locate(
     first = _KINDS[min(kinds)]  # what is found later in the pass on other ranks follows from it
     places = [f"rank {r}: {entry[1]}" for r, entry in enumerate(everywhere) if entry and entry[0] == first]
     return "; ".join(places), first == "weights"
+
+
+def _shown(name: str) -> str:
+    """What the algorithm calls model.x is the model's x."""
+    return name.removeprefix("model.")
 
 
 def _finite(tensor: Tensor) -> bool:
@@ -182,7 +189,9 @@ def _traced(model: nn.Module) -> Iterator[_Trace]:
 
         return output
 
-    handles = [module.register_forward_hook(hook_for(name)) for name, module in model.named_modules() if name]
+    wholes = ("", "model")  # a part is to be named
+    parts = {_shown(name): module for name, module in model.named_modules() if name not in wholes}
+    handles = [module.register_forward_hook(hook_for(name)) for name, module in parts.items()]
     try:
         yield trace
     finally:

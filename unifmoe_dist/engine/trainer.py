@@ -1,6 +1,8 @@
 """One training run on a DeepSpeed engine, from configuration to summary.
 
-L = L_task + sum over layers of weight * auxiliary loss; for UniF-MoE that is lambda_div * L_div
+L = L_algorithm + sum over layers of weight * auxiliary loss; for UniF-MoE that is lambda_div * L_div
+
+L_algorithm is the task loss, or that of the training algorithm (baselines/algorithms).
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from signal import Signals
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -22,7 +23,7 @@ from unifmoe_dist.data.base import Batch, TaskData
 from unifmoe_dist.engine import build, checkpoint, clipping, optimizer_state
 from unifmoe_dist.engine.batches import TrainBatches
 from unifmoe_dist.engine.cli import dump_train_config, load_train_config
-from unifmoe_dist.engine.evaluate import Score, collect_usage, evaluate, logits_of, to_device
+from unifmoe_dist.engine.evaluate import Score, collect_usage, evaluate, to_device
 from unifmoe_dist.engine.health import StepCheck, Verdict, locate, skip_update, unnoticed
 from unifmoe_dist.engine.preemption import StopSignals
 from unifmoe_dist.engine.ranks import Ranks, seed_everything
@@ -60,6 +61,8 @@ def choose_folder(config: TrainConfig) -> Path:
             raise UserError(f"--output {folder} cannot be used ({error}); choose another folder.") from error
         return folder
     stem = f"runs/{config.data.task}-{'dense' if config.model.moe == 'none' else config.model.moe}"
+    if config.algorithm.name != "erm":
+        stem += f"-{config.algorithm.name}"
     number = 1
     while (folder := Path(stem if number == 1 else f"{stem}-{number}")).exists():
         number += 1
@@ -81,6 +84,7 @@ def _check_same_run(folder: Path, config: TrainConfig) -> None:
             "data.task": data.task,
             "data.held_out": data.held_out,
             "data.split_seed": options.seed if data.split_seed is None else data.split_seed,
+            "algorithm.name": options.algorithm.name,
             "optim.name": options.optim.name.removesuffix("w"),  # adam and adamw keep the same state
         }
 
@@ -111,7 +115,7 @@ class StepResult:
 
 
 class TrainingModel(nn.Module):
-    """The model inside the engine, with a module that tells DeepSpeed that some experts are sharded."""
+    """The model (or algorithm) inside the engine, with a module that tells DeepSpeed that some experts are sharded."""
 
     def __init__(self, model: nn.Module, num_experts: int | None) -> None:
         super().__init__()
@@ -119,8 +123,8 @@ class TrainingModel(nn.Module):
         if num_experts is not None:
             self.expert_marker = _expert_marker(num_experts)
 
-    def forward(self, **inputs: Tensor) -> Any:
-        return self.model(**inputs)
+    def forward(self, *arguments: Any, **inputs: Any) -> Any:
+        return self.model(*arguments, **inputs)
 
 
 def _expert_marker(num_experts: int) -> nn.Module:
@@ -158,21 +162,23 @@ class Trainer:
             raise UserError("parallel.precision fp16 needs a GPU; on the CPU use fp32 or bf16.")
         seed_everything(config.seed)
         self.task: TaskData = build.build_task(config)
-        self.model = build.build_model(config, self.task, ranks)
-        self.layers = moe_layers(self.model)
-        build.mark_experts(self.model, ranks)
+        self.algorithm = build.build_algorithm(config, self.task, ranks)
+        self.model = self.algorithm.model
+        others = {f"extra.{name}": layer for name, layer in moe_layers(self.algorithm.extra).items()}
+        self.layers = {**moe_layers(self.model), **others}
+        build.mark_experts(self.algorithm, ranks)
         if ranks.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
         ranks.barrier()
-        optimizer = build.build_optimizer(config, self.model, ranks)
+        optimizer = build.build_optimizer(config, self.algorithm, ranks)
         sharded = config.model.num_experts if ranks.expert_group is not None and self.layers else None
         self.engine, _, _, self.schedule = deepspeed.initialize(
-            model=TrainingModel(self.model, sharded),
+            model=TrainingModel(self.algorithm, sharded),
             optimizer=optimizer,
             lr_scheduler=build.build_schedule(config),
             config=build.deepspeed_config(config, folder, ranks.world_size, len(self.task.train)),
         )
-        clipping.use_true_norm(self.engine, self.model, ranks)
+        clipping.use_true_norm(self.engine, self.algorithm, ranks)
         self.dtype = next(p.dtype for p in self.model.parameters() if p.is_floating_point())
         self.batches = TrainBatches(
             self.task, config.data.batch_size, config.seed, ranks.rank, ranks.world_size,
@@ -224,10 +230,12 @@ class Trainer:
         return StepResult(sums, verdict.finite, verdict.signal)
 
     def _losses(self, model: Any, batch: Batch) -> dict[str, Tensor]:
-        """What one batch gives: "loss", which is minimised, its parts, and the accuracy."""
+        """What one batch gives: "loss", which is minimised, its parts, and the accuracy.
+
+        `model` is the algorithm, or the engine around it.
+        """
         labels = batch[1].to(self.ranks.device)
-        logits = logits_of(model(**self._inputs(batch)))
-        task_loss = F.cross_entropy(logits.float(), labels)
+        task_loss, logits = model(self._inputs(batch), labels, self.step)
         loss, div_loss = task_loss, torch.zeros_like(task_loss)
         for layer in self.layers.values():
             auxiliary = layer.auxiliary_loss()
@@ -241,7 +249,7 @@ class Trainer:
         @torch.no_grad()
         def task_loss() -> float:
             with unnoticed(self.model, self.ranks.device):
-                loss = self._losses(self.model, batch)["task_loss"]
+                loss = self._losses(self.algorithm, batch)["task_loss"]
             return float(self.ranks.all_sum(loss)) / self.ranks.world_size
 
         step = AppliedStep(self.step, self.ranks.all_sum, task_loss)
@@ -258,9 +266,9 @@ class Trainer:
             return skip_update(self.engine)
 
         def loss_of(batch: Batch) -> Tensor:
-            return self._losses(self.model, batch)["loss"]
+            return self._losses(self.algorithm, batch)["loss"]
 
-        place, in_weights = locate(self.model, self.batches.step(self.step), loss_of, self.ranks, self._inputs)
+        place, in_weights = locate(self.algorithm, self.batches.step(self.step), loss_of, self.ranks, self._inputs)
         what = f"step {self.step + 1}: a loss or gradient is not finite; first seen on {place}"
         if stop or in_weights:  # a weight that is not finite stays so: no later step can be better
             saved = f"step {self.saved_step} is saved" if self.saved_step >= 0 else "no checkpoint has been written yet"
@@ -287,7 +295,7 @@ class Trainer:
         )  # fmt: skip
         started = time.perf_counter()
         window: list[dict[str, Tensor]] = []
-        self.model.train()
+        self.algorithm.train()
         with self.signals:
             while self.step < config.steps:
                 result = self.train_step()
@@ -365,7 +373,8 @@ class Trainer:
             "skipped_steps": self.skipped,
         }  # fmt: skip
         folder = self.folder / "checkpoints"
-        saved = checkpoint.save(folder, self.model, self.engine, self.ranks, progress, self.schedule)
+        extra = self.algorithm.extra
+        saved = checkpoint.save(folder, self.model, self.engine, self.ranks, progress, self.schedule, extra)
         self.saved_step = self.step
         if better:
             self._name_best(saved.name)
@@ -426,7 +435,8 @@ class Trainer:
 
     def _resume(self) -> None:
         folder = checkpoint.latest(self.folder)
-        progress = checkpoint.load(folder, self.model, self.engine, self.ranks, self.schedule)
+        extra = self.algorithm.extra
+        progress = checkpoint.load(folder, self.model, self.engine, self.ranks, self.schedule, extra)
         self.step, self.best, self.seconds = progress["step"], progress["best"], progress["seconds"]
         self.best_step, self.skipped = progress["best_step"], progress["skipped_steps"]
         self.saved_step = self.step
@@ -453,6 +463,7 @@ def summarise(config: TrainConfig, score: Score) -> dict[str, Any]:
         "task": config.data.task,
         "held_out": config.data.held_out if config.data.task == "digits" else None,
         "moe": config.model.moe,
+        "algorithm": config.algorithm.name,
         "seed": config.seed,
         "test_accuracy": score.accuracy,
         "mean_block_compute": _mean(score.usage, "block_compute") if score.usage else dense,

@@ -274,9 +274,9 @@ class Repeat(nn.Module):
 
 
 def given_predictions() -> TaskData:
-    """Data sets of 7, 1 and 4 items: `(prediction, label)` each."""
+    """Data sets of 7, 1 and 5 items: `(prediction, label)` each."""
     parts = [
-        [(1, 1), (1, 1), (1, 1), (0, 0), (1, 0), (0, 1), (0, 0)], [(1, 1)], [(0, 1), (1, 0), (1, 1), (0, 0)],
+        [(1, 1), (1, 1), (1, 1), (0, 0), (1, 0), (0, 1), (0, 0)], [(1, 1)], [(0, 1), (1, 0), (1, 1), (0, 0), (1, 1)],
     ]  # fmt: skip
     return TaskData(
         name="given", num_classes=2, train=parts, validation=parts, test=parts, environments=("a", "b", "c"),
@@ -291,19 +291,19 @@ def scores_of_given(rank, world, batch_size):
 
 
 def test_a_metric_is_computed_on_the_whole_data_set():
-    # 7 items: tp 3, tn 2, fp 1, fn 1 -> (3*2 - 1*1) / sqrt(4*4*3*3)
+    # tp 3, tn 2, fp 1, fn 1: (3*2 - 1*1) / sqrt(4*4*3*3); one class only; tp 2, tn 1, fp 1, fn 1: 1 / sqrt(3*3*2*2)
     expected = scores_of_given(0, 1, 64)
     assert expected.metric == "matthews_correlation"
-    assert expected.per_dataset == pytest.approx([5 / 12, 0.0, 0.0], abs=1e-12)
-    assert expected.value == pytest.approx(5 / 36) and expected.accuracy == pytest.approx((5 / 7 + 1 + 1 / 2) / 3)
+    assert expected.per_dataset == pytest.approx([5 / 12, 0.0, 1 / 6], abs=1e-12)
+    assert expected.value == pytest.approx(7 / 36) and expected.accuracy == pytest.approx((5 / 7 + 1 + 3 / 5) / 3)
     for batch_size in (2, 3):
         assert scores_of_given(0, 1, batch_size) == expected
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_of_uneven_size_score_as_one(world):
-    """7 items over 2 ranks, and fewer items than ranks: padded batches count nothing, no item counts twice."""
-    for score in run_ranks(world, scores_of_given, 2):
+    """Ranks that run out of items repeat one with weight 0: that counts nothing, and no item is left out."""
+    for score in run_ranks(world, scores_of_given, 1):
         assert score == scores_of_given(0, 1, 64)
 
 

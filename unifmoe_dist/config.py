@@ -193,7 +193,8 @@ class DataConfig:
 
     Args:
         task: digits is rotated handwritten digits with one rotation held out; acceptability is sentence judgement;
-            the others are DomainBed's and GLUE's data sets.
+            the others are DomainBed's and GLUE's data sets. GLUE reports the best epoch on the validation split, as
+            its test labels are not published.
         root: Folder of the data set's official files; null takes data/TASK, or for GLUE the hub.
         held_out: Environment that is held out for testing (digits and DomainBed), for example rot75.
         split_seed: Seed of the 80/20 in/out splits; null takes the run's seed.
@@ -357,10 +358,11 @@ class TrainConfig:
     Args:
         output: Folder of the run, made if missing; null makes a new one under runs/.
         steps: Optimiser steps.
-        epochs: Passes over the training data, in place of steps; evaluation then comes after each.
+        epochs: Passes over the training data, in place of steps; evaluation then comes after each, in place of
+            eval_every.
         patience: Evaluations in a row without improvement after which training stops; null never stops early.
         seed: Seed of Python, NumPy and torch on every rank.
-        eval_every: Steps between evaluations; the best validation accuracy selects the checkpoint.
+        eval_every: Steps between evaluations; the best validation score selects the checkpoint.
         log_every: Steps between lines in metrics.jsonl and TensorBoard.
         keep_checkpoints: Newest checkpoints to keep, besides the best.
         resume: Continue from the last checkpoint in output, with that run's options unless others are given here.
@@ -402,8 +404,16 @@ class TrainConfig:
             "parallel.expert_parallel_size": self.parallel.expert_parallel_size,
             "parallel.gradient_accumulation": self.parallel.gradient_accumulation,
         }
+        positive.update((n, v) for n, v in (("epochs", self.epochs), ("patience", self.patience)) if v is not None)
         for name, value in positive.items():
             _check(value >= 1, f"{name} must be at least 1, not {value}.")
+        for name in ("steps", "eval_every"):  # a run in epochs leaves them at their defaults
+            value = getattr(self, name)
+            _check(
+                self.epochs is None or value == getattr(TrainConfig, name),
+                f"epochs {self.epochs} sets {name} by passes over the data, so {name} {value} contradicts it; leave "
+                f"{name} out, or set epochs null.",
+            )
         _check(
             self.parallel.zero_stage != 3,
             "parallel.zero_stage 3 gathers a module's weights when its forward is called, but residual experts are "

@@ -23,17 +23,21 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def comparison_table(folders: Sequence[Path]) -> str:
-    """Markdown table of runs; a linear classifier's accuracy on the same split is added where a run reports it."""
+    """Markdown table of runs of one task, scored by its metric.
+
+    A linear classifier's accuracy on the same split is added where a run reports it.
+    """
+    summaries = [read_summary(folder) for folder in folders]
+    metric = summaries[0]["metric"].replace("_", " ")
     lines = [
-        "| model | test accuracy (%) | validation accuracy (%) | blocks per token C_B (dense: B) | residual experts k "
+        f"| model | test {metric} (%) | validation {metric} (%) | blocks per token C_B (dense: B) | residual experts k "
         "| seconds |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for folder in folders:
-        s = read_summary(folder)
+    for s in summaries:
         name = "dense twin" if s["moe"] == "none" else "UniF-MoE"
         lines.append(
-            f"| {name} | {100 * s['test_accuracy']:.1f} | {100 * s['validation_accuracy']:.1f} | "
+            f"| {name} | {100 * s['score']:.1f} | {100 * s['validation_score']:.1f} | "
             f"{s['mean_block_compute']:.2f} (B = {s['num_blocks']}) | {s['mean_expert_count']:.2f} | "
             f"{s['wall_seconds']:.0f} |"
         )

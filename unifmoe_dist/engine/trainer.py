@@ -23,10 +23,12 @@ from unifmoe_dist.data.base import Batch, TaskData
 from unifmoe_dist.engine import build, checkpoint, clipping, optimizer_state
 from unifmoe_dist.engine.batches import TrainBatches
 from unifmoe_dist.engine.cli import dump_train_config, load_train_config
+from unifmoe_dist.engine.epochs import check_epochs, in_steps, steps_per_epoch
 from unifmoe_dist.engine.evaluate import Score, collect_usage, evaluate, to_device
 from unifmoe_dist.engine.health import StepCheck, Verdict, locate, skip_update, unnoticed
 from unifmoe_dist.engine.preemption import StopSignals
 from unifmoe_dist.engine.ranks import Ranks, seed_everything
+from unifmoe_dist.engine.selection import Selection
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import AppliedStep
 from unifmoe_dist.phases import phase
@@ -46,7 +48,7 @@ def choose_folder(config: TrainConfig) -> Path:
         try:
             if config.resume:
                 reached = checkpoint.load_progress(checkpoint.latest(folder))["step"]
-                if config.steps < reached:
+                if config.epochs is None and config.steps < reached:  # with epochs, the data must be read first
                     raise UserError(
                         f"{folder} is at step {reached} already, beyond --steps {config.steps}; give a larger --steps, "
                         "or none to test the run again."
@@ -81,6 +83,7 @@ def _check_same_run(folder: Path, config: TrainConfig) -> None:
             "model.shared_demand": options.model.shared_demand,
             "model.fixed_experts": options.model.fixed_experts,
             "model.block_choice": options.model.block_choice,
+            "model.backbone": options.model.backbone,
             "data.task": data.task,
             "data.held_out": data.held_out,
             "data.split_seed": options.seed if data.split_seed is None else data.split_seed,
@@ -157,11 +160,14 @@ class Trainer:
     def __init__(self, config: TrainConfig, ranks: Ranks, folder: Path) -> None:
         import deepspeed
 
-        self.config, self.ranks, self.folder = config, ranks, folder
+        self.ranks, self.folder = ranks, folder
         if config.parallel.precision == "fp16" and ranks.device.type == "cpu":
             raise UserError("parallel.precision fp16 needs a GPU; on the CPU use fp32 or bf16.")
         seed_everything(config.seed)
         self.task: TaskData = build.build_task(config)
+        self.epoch_steps = steps_per_epoch(config, self.task)
+        given, config = config, in_steps(config, self.task)
+        self.config = config
         self.algorithm = build.build_algorithm(config, self.task, ranks)
         self.model = self.algorithm.model
         others = {f"extra.{name}": layer for name, layer in moe_layers(self.algorithm.extra).items()}
@@ -184,7 +190,7 @@ class Trainer:
             self.task, config.data.batch_size, config.seed, ranks.rank, ranks.world_size,
             config.parallel.gradient_accumulation,
         )  # fmt: skip
-        self.step, self.best, self.best_step, self.seconds = 0, -1.0, 0, 0.0
+        self.step, self.seconds, self.selection = 0, 0.0, Selection()
         self.skipped, self.saved_step = 0, -1
         self.signals = StopSignals()
         self.check = StepCheck(self.engine, ranks, scaled=config.parallel.precision == "fp16")
@@ -192,7 +198,7 @@ class Trainer:
         if config.resume:
             self._resume()
         if ranks.rank == 0:  # last: options with which a run cannot go on must not replace those it was made with
-            checkpoint.write_text(folder / "config.yaml", dump_train_config(config))
+            checkpoint.write_text(folder / "config.yaml", dump_train_config(given))
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -297,7 +303,7 @@ class Trainer:
         window: list[dict[str, Tensor]] = []
         self.algorithm.train()
         with self.signals:
-            while self.step < config.steps:
+            while self.step < config.steps and not self.selection.exhausted(config.patience):
                 result = self.train_step()
                 if result.finite:
                     window.append(result.sums)
@@ -317,8 +323,10 @@ class Trainer:
                     self._say_saved(result.signal)
                     return None
         bar.close()
+        if self.step < config.steps and self.ranks.rank == 0:
+            print(f"stopped at step {self.step}: {config.patience} evaluations in a row were no better", flush=True)
         self.seconds += time.perf_counter() - started
-        if not self.best_step:  # resumed at its last step, where a stop signal had saved it
+        if not self.selection.step:  # resumed at its last step, where a stop signal had saved it
             self._validate()
             self._name_best(f"step-{self.step:06d}")
         return self._finish()
@@ -360,17 +368,19 @@ class Trainer:
     def _validate(self) -> bool:
         """Score the validation data; whether that is the best so far."""
         score = self._evaluate(self.task.validation)
-        better = score.accuracy > self.best
-        if better:
-            self.best, self.best_step = score.accuracy, self.step
-        record = {"kind": "validation", "step": self.step, "accuracy": score.accuracy, "best": self.best}
+        better = self.selection.offer(self.step, score.value, score.accuracy)
+        record = {
+            "kind": "validation", "step": self.step, "epoch": self.step / self.epoch_steps, "metric": score.metric,
+            "accuracy": score.accuracy, score.metric: score.value, "best": self.selection.score,
+            "evaluations_without_improvement": self.selection.waited,
+        }  # fmt: skip
         self._record({**record, "per_environment": score.per_dataset}, score.usage)
         return better
 
     def _save(self, seconds: float, better: bool) -> None:
         progress = {
-            "step": self.step, "best": self.best, "best_step": self.best_step, "seconds": seconds,
-            "skipped_steps": self.skipped,
+            "step": self.step, "epoch_steps": self.epoch_steps, "seconds": seconds, "skipped_steps": self.skipped,
+            **self.selection.progress(),
         }  # fmt: skip
         folder = self.folder / "checkpoints"
         extra = self.algorithm.extra
@@ -396,7 +406,10 @@ class Trainer:
             world_size=self.ranks.world_size, expert_parallel_size=self.config.parallel.expert_parallel_size,
             wall_seconds=self.seconds,
         )  # fmt: skip
-        summary.update(steps=self.step, best_step=int(best.name.split("-")[1]), validation_accuracy=self.best)
+        summary.update(
+            steps=self.step, epochs=self.step / self.epoch_steps, best_step=int(best.name.split("-")[1]),
+            validation_score=self.selection.score, validation_accuracy=self.selection.accuracy,
+        )  # fmt: skip
         summary["skipped_steps"] = self.skipped
         if self.config.baseline and self.config.data.task == "digits" and self.ranks.rank == 0:
             from unifmoe_dist.data.digits import linear_baseline
@@ -437,15 +450,15 @@ class Trainer:
         folder = checkpoint.latest(self.folder)
         extra = self.algorithm.extra
         progress = checkpoint.load(folder, self.model, self.engine, self.ranks, self.schedule, extra)
-        self.step, self.best, self.seconds = progress["step"], progress["best"], progress["seconds"]
-        self.best_step, self.skipped = progress["best_step"], progress["skipped_steps"]
-        self.saved_step = self.step
-        best = folder.parent / f"step-{self.best_step:06d}"
+        check_epochs(self.config, self.epoch_steps, progress)
+        self.step, self.seconds, self.skipped = progress["step"], progress["seconds"], progress["skipped_steps"]
+        self.saved_step, self.selection = self.step, Selection.from_progress(progress)
+        best = folder.parent / f"step-{self.selection.step:06d}"
         if not best.is_dir():  # nothing was validated yet, or the run was taken back to before its best
-            self.best, self.best_step = -1.0, 0
+            self.selection = Selection()
         self.ranks.barrier()
         if self.ranks.rank == 0:
-            if self.best_step:  # the run may have been killed before it could name its best checkpoint
+            if self.selection.step:  # the run may have been killed before it could name its best checkpoint
                 checkpoint.write_text(folder.parent / "best", best.name)
             checkpoint.prune(folder.parent, self.config.keep_checkpoints)
         metrics = self.folder / "metrics.jsonl"
@@ -465,6 +478,9 @@ def summarise(config: TrainConfig, score: Score) -> dict[str, Any]:
         "moe": config.model.moe,
         "algorithm": config.algorithm.name,
         "seed": config.seed,
+        "lr": config.optim.lr,
+        "metric": score.metric,
+        "score": score.value,
         "test_accuracy": score.accuracy,
         "mean_block_compute": _mean(score.usage, "block_compute") if score.usage else dense,
         "mean_expert_count": _mean(score.usage, "expert_count") if score.usage else 0.0,

@@ -1,0 +1,89 @@
+"""Sentences and pairs of sentences as token ids, and their padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from unifmoe_dist.data.base import Batch
+
+MAX_LENGTH = 128
+"""Longest input, in tokens."""
+
+_AT_ONCE = 10_000  # texts that are tokenised together: bounds what the tokenizer's own lists take
+
+
+class EncodedTexts(Dataset):
+    """Texts tokenised once, kept in flat arrays (a list of lists takes ten times the memory).
+
+    Items are `(token ids, token types, label)`: two lists of equal length, at most 128, and a class. Of a pair that
+    is too long, the longer text is cut first.
+
+    Args:
+        texts: First (or only) text of every item.
+        labels: Class of every item.
+        tokenizer: A Transformers tokenizer.
+        pairs: Second text of every item; None for single sentences.
+    """
+
+    def __init__(
+        self, texts: Sequence[str], labels: Sequence[int], tokenizer: Any, pairs: Sequence[str] | None = None
+    ) -> None:
+        self.texts, self.labels = list(texts), list(labels)
+        self.pairs = None if pairs is None else list(pairs)
+        ids, types, lengths = [], [], []
+        for first in range(0, len(self.texts), _AT_ONCE):
+            part = slice(first, first + _AT_ONCE)
+            second = None if self.pairs is None else self.pairs[part]
+            encoded = tokenizer(
+                self.texts[part], second, truncation=True, max_length=MAX_LENGTH, return_token_type_ids=True
+            )
+            lengths += [len(row) for row in encoded["input_ids"]]
+            ids.append(np.concatenate([np.asarray(row, dtype=np.int32) for row in encoded["input_ids"]]))
+            types.append(np.concatenate([np.asarray(row, dtype=np.uint8) for row in encoded["token_type_ids"]]))
+        self._ends = np.cumsum([0, *lengths])
+        self._ids, self._types = (np.concatenate(parts) if parts else np.zeros(0, int) for parts in (ids, types))
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[list[int], list[int], int]:
+        part = slice(self._ends[index], self._ends[index + 1])
+        return self._ids[part].tolist(), self._types[part].tolist(), self.labels[index]
+
+
+@dataclass(frozen=True)
+class PadCollator:
+    """Pads `(token ids, label)` or `(token ids, token types, label)` items on the right to the longest of the batch.
+
+    Gives `input_ids`, `attention_mask` (1 on tokens, 0 on padding) and `token_type_ids` (0 on padding), each
+    `(N, T) int64`, and the labels `(N,) int64`.
+
+    Attributes:
+        pad_token_id: Token in padded places.
+        token_types: Whether the model takes `token_type_ids` (DistilBERT does not).
+    """
+
+    pad_token_id: int = 0
+    token_types: bool = True
+
+    def __call__(self, items: Sequence[tuple]) -> Batch:
+        shape = len(items), max(len(item[0]) for item in items)
+        inputs: dict[str, Tensor] = {
+            "input_ids": torch.full(shape, self.pad_token_id, dtype=torch.int64),
+            "attention_mask": torch.zeros(shape, dtype=torch.int64),
+        }
+        if self.token_types:
+            inputs["token_type_ids"] = torch.zeros(shape, dtype=torch.int64)
+        for row, (ids, *types, _) in enumerate(items):
+            inputs["input_ids"][row, : len(ids)] = torch.tensor(ids)
+            inputs["attention_mask"][row, : len(ids)] = 1
+            if types and self.token_types:
+                inputs["token_type_ids"][row, : len(ids)] = torch.tensor(types[0])
+        return inputs, torch.tensor([item[-1] for item in items], dtype=torch.int64)

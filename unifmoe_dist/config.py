@@ -140,6 +140,7 @@ class DataConfig:
         batch_size: Items per training environment and step, over all ranks together.
         eval_batch_size: Items per rank and evaluation step.
         workers: Processes per rank that read and transform images ahead of time; 0 does it between steps.
+        image_size: Side of DomainBed's images after cropping or resizing, in pixels.
     """
 
     task: TaskName = "digits"
@@ -149,6 +150,7 @@ class DataConfig:
     batch_size: int = 16
     eval_batch_size: int = 64
     workers: int = 0
+    image_size: int = 224
 
 
 @dataclass
@@ -266,11 +268,16 @@ class TrainConfig:
             "keep_checkpoints": self.keep_checkpoints,
             "data.batch_size": self.data.batch_size,
             "data.eval_batch_size": self.data.eval_batch_size,
+            "data.image_size": self.data.image_size,
             "parallel.expert_parallel_size": self.parallel.expert_parallel_size,
             "parallel.gradient_accumulation": self.parallel.gradient_accumulation,
         }
         for name, value in positive.items():
             _check(value >= 1, f"{name} must be at least 1, not {value}.")
+        _check(self.data.workers >= 0, f"data.workers must be at least 0, not {self.data.workers}.")
+        for name in ("dropout", "drop_path"):
+            rate = getattr(self.model, name)
+            _check(0 <= rate < 1, f"model.{name} must be at least 0 and below 1, not {rate}.")
         _check(
             self.parallel.zero_stage != 3,
             "parallel.zero_stage 3 gathers a module's weights when its forward is called, but residual experts are "

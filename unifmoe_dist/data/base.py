@@ -31,8 +31,8 @@ class TaskData:
         collate: list of items -> ``(inputs, labels)``; call the model as ``model(**inputs)``.
         build_model: ``build_model()`` -> the dense backbone. It draws its new parameters from torch's global
             generator, so seed that first.
-        augment: optional ``augment(inputs, generator) -> inputs`` for training batches. The inputs are not
-            changed in place. The generator is on the CPU and the only source of randomness.
+        augment: optional ``augment(item, generator) -> item`` for items of ``train``, before they are collated. The
+            item is not changed in place. The generator is on the CPU and the only source of randomness.
     """
 
     name: str
@@ -43,7 +43,7 @@ class TaskData:
     environments: tuple[str, ...]
     collate: Callable[[list[Any]], Batch]
     build_model: Callable[[], nn.Module]
-    augment: Callable[[dict[str, Tensor], torch.Generator], dict[str, Tensor]] | None = None
+    augment: Callable[[Any, torch.Generator], Any] | None = None
 
 
 def collate_images(items: Sequence[tuple[Tensor, int]]) -> Batch:

@@ -51,9 +51,12 @@ def collect_usage(model: nn.Module, ranks: Ranks) -> dict[str, UsageSummary]:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, task: TaskData, datasets: Sequence[Dataset], batch_size: int, ranks: Ranks
+    model: nn.Module, task: TaskData, datasets: Sequence[Dataset], batch_size: int, ranks: Ranks, workers: int = 0
 ) -> Score:
-    """Accuracy on each data set, in evaluation mode; collective. Leaves the training mode as it was."""
+    """Accuracy on each data set, in evaluation mode; collective. Leaves the training mode as it was.
+
+    `workers` processes of this rank read ahead.
+    """
     was_training = model.training
     model.eval()
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
@@ -62,7 +65,7 @@ def evaluate(
     right = torch.zeros(len(datasets), dtype=torch.float64)
     for number, dataset in enumerate(datasets):
         for (inputs, labels), weight in evaluation_batches(
-            dataset, task, batch_size, ranks.rank, ranks.world_size
+            dataset, task, batch_size, ranks.rank, ranks.world_size, workers
         ):
             logits = logits_of(model(**to_device(inputs, ranks.device, dtype)))
             hits = logits.argmax(-1).cpu() == labels

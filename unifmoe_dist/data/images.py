@@ -50,6 +50,10 @@ class ImageDataset(Dataset):
         return image if self.transform is None else self.transform(image), int(self.folder.labels[row])
 
 
+class NotAnImage(ValueError):
+    """A file that cannot be decoded, and why."""
+
+
 def read_image(path: Path) -> Image.Image:
     """Decode an image as RGB. A truncated file keeps what it has and is grey below, as in DomainBed.
 
@@ -57,31 +61,34 @@ def read_image(path: Path) -> Image.Image:
         UserError: the file is missing or is no image.
     """
     try:
-        return _decode(path)
-    except UnidentifiedImageError as error:
-        raise _refusal(path, error) from error
-    except OSError:  # truncated, most likely
+        return decode(path)[0]
+    except NotAnImage as error:
+        raise UserError(
+            f"{path} cannot be read as an image ({error}); `python launch/data.py verify DATASET --root DIR` lists all "
+            "such files."
+        ) from error
+
+
+def decode(path: Path) -> tuple[Image.Image, bool]:
+    """An image as RGB, and whether the file is whole.
+
+    Raises:
+        NotAnImage: not even a part of it can be decoded.
+    """
+    try:
         try:
-            return decode_truncated(path)
-        except (OSError, SyntaxError, ValueError) as error:
-            raise _refusal(path, error) from error
+            return _decode(path), True
+        except UnidentifiedImageError:
+            raise
+        except OSError:  # truncated, most likely
+            return _decode_truncated(path), False
     except (
+        OSError,
         SyntaxError,
         ValueError,
         Image.DecompressionBombError,
-    ) as error:  # Pillow's readers raise these too
-        raise _refusal(path, error) from error
-
-
-def decode_truncated(path: Path) -> Image.Image:
-    """Decode what there is of an image."""
-    with _lenient:  # the switch is global in Pillow
-        before = ImageFile.LOAD_TRUNCATED_IMAGES
-        ImageFile.LOAD_TRUNCATED_IMAGES = True
-        try:
-            return _decode(path)
-        finally:
-            ImageFile.LOAD_TRUNCATED_IMAGES = before
+    ) as error:  # as Pillow's readers raise
+        raise NotAnImage(str(error)) from error
 
 
 def _decode(path: Path) -> Image.Image:
@@ -89,11 +96,14 @@ def _decode(path: Path) -> Image.Image:
         return image.convert("RGB")
 
 
-def _refusal(path: Path, error: Exception) -> UserError:
-    return UserError(
-        f"{path} cannot be read as an image ({error}); `python launch/data.py verify DATASET --root DIR` lists all "
-        "such files."
-    )
+def _decode_truncated(path: Path) -> Image.Image:
+    with _lenient:  # the switch is global in Pillow
+        before = ImageFile.LOAD_TRUNCATED_IMAGES
+        ImageFile.LOAD_TRUNCATED_IMAGES = True
+        try:
+            return _decode(path)
+        finally:
+            ImageFile.LOAD_TRUNCATED_IMAGES = before
 
 
 @dataclass(frozen=True)

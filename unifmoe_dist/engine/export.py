@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.data.benchmarks import BENCHMARKS
 from unifmoe_dist.engine import build, checkpoint
 from unifmoe_dist.engine.cli import load_train_config
 from unifmoe_dist.errors import UserError
@@ -154,8 +155,16 @@ def _describe(config: TrainConfig, model: Any) -> dict[str, Any]:
         "architecture": made["architecture"],
         "num_classes": model.num_classes,
         "pretrained_cfg": {k: v for k, v in made.items() if v is not None and k != "architecture"},
+        "model_args": _options(config),
         "moe": {key: getattr(config.model, key) for key in keys} if config.model.moe == "unif" else None,
     }
+
+
+def _options(config: TrainConfig) -> dict[str, Any]:
+    """What timm needs besides the architecture's name; dropout after a layer is part of the names of its weights."""
+    if config.data.task not in BENCHMARKS:
+        return {}
+    return {"img_size": config.data.image_size, "proj_drop_rate": config.model.dropout}
 
 
 def _skeleton(shape: dict[str, Any]) -> nn.Module:
@@ -171,7 +180,8 @@ def _skeleton(shape: dict[str, Any]) -> nn.Module:
 
         import unifmoe_dist.data.timm_models  # noqa: F401  registers digits_vit
 
-        model = timm.create_model(shape["architecture"], num_classes=shape["num_classes"])
+        options = shape.get("model_args", {})
+        model = timm.create_model(shape["architecture"], num_classes=shape["num_classes"], **options)
         return model if shape["moe"] is None else upcycle(model, **shape["moe"])
 
 
@@ -187,7 +197,8 @@ def _transformers_class(config: dict[str, Any]) -> Any:
 def _timm_config(shape: dict[str, Any]) -> dict[str, Any]:
     """timm's config.json; what timm does not know stands beside it."""
     moe = {} if shape["moe"] is None else {"unif_moe": shape["moe"]}
-    return {**{key: shape[key] for key in ("architecture", "num_classes", "pretrained_cfg")}, **moe}
+    keys = ("architecture", "num_classes", "pretrained_cfg", "model_args")
+    return {**{key: shape[key] for key in keys if shape[key]}, **moe}
 
 
 def _own_memory(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -82,12 +82,13 @@ class Benchmark:
         Raises:
             UserError: there is no such environment.
         """
-        wanted = plain(str(held_out))
+        given = str(held_out)
+        wanted = plain(given)
         for index, environment in enumerate(self.environments):
             if wanted in (plain(environment.name), plain(environment.folder)):
                 return index
-        if not isinstance(held_out, bool) and wanted.isdecimal() and int(wanted) < len(self.environments):
-            return int(wanted)
+        if not isinstance(held_out, bool) and given.isdecimal() and int(given) < len(self.environments):
+            return int(given)
         names = ", ".join(environment.name for environment in self.environments)
         raise UserError(
             f"data.held_out is {held_out!r}, which is no environment of {self.title}; choose one of {names}, or an "

@@ -6,7 +6,7 @@ The global batch of a step is the same at every world size; ranks take equal, co
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -81,7 +81,7 @@ class TrainBatches:
         self.workers = workers
         self._read = BatchReader(task.train, task.collate, task.augment)
         self._permutation = lru_cache(maxsize=4 * len(task.train))(self._permutation_of_epoch)
-        self._stream: Iterator[Batch] | None = None
+        self._stream: Generator[Batch, None, None] | None = None
         self._position = 0  # of the stream's next batch, counted in micro-batches from step 0
 
     def _permutation_of_epoch(self, environment: int, epoch: int) -> list[int]:
@@ -113,6 +113,12 @@ class TrainBatches:
             batch = next(self._stream)
             self._position += 1
             yield batch
+
+    def close(self) -> None:
+        """End the processes that read ahead; a later step starts new ones."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
 
     def _items(self, step: int) -> Iterator[list[Item]]:
         """The items of this rank's micro-batches; an item's augmentation does not depend on the rank that reads it."""

@@ -24,6 +24,7 @@ from torch import nn
 
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.benchmarks import BENCHMARKS
+from unifmoe_dist.data.vision_backbone import build_backbone
 from unifmoe_dist.engine import build, checkpoint
 from unifmoe_dist.engine.cli import load_train_config
 from unifmoe_dist.errors import UserError
@@ -180,8 +181,12 @@ def _skeleton(shape: dict[str, Any]) -> nn.Module:
 
         import unifmoe_dist.data.timm_models  # noqa: F401  registers digits_vit
 
-        options = shape.get("model_args", {})
-        model = timm.create_model(shape["architecture"], num_classes=shape["num_classes"], **options)
+        if options := shape.get("model_args"):
+            model = build_backbone(
+                shape["architecture"], shape["num_classes"], options["img_size"], "none", dropout=options["proj_drop_rate"]
+            )
+        else:
+            model = timm.create_model(shape["architecture"], num_classes=shape["num_classes"])
         return model if shape["moe"] is None else upcycle(model, **shape["moe"])
 
 

@@ -7,9 +7,12 @@ number of workers.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -24,7 +27,7 @@ Result = TypeVar("Result")
 _PRELOAD = ["__main__", "unifmoe_dist.data.images", "unifmoe_dist.engine.batches"]
 
 
-def read_ahead(read: Callable[[Key], Result], keys: Iterable[Key], workers: int) -> Iterator[Result]:
+def read_ahead(read: Callable[[Key], Result], keys: Iterable[Key], workers: int) -> Generator[Result, None, None]:
     """`read(key)` for every key, in order.
 
     Args:
@@ -44,7 +47,8 @@ def read_ahead(read: Callable[[Key], Result], keys: Iterable[Key], workers: int)
     context.set_forkserver_preload(_PRELOAD)
     loader = DataLoader(
         _Reads(read), sampler=keys, batch_size=None, num_workers=workers, collate_fn=_as_it_is,
-        multiprocessing_context=context, worker_init_fn=_outlive_signals, generator=torch.Generator(),
+        multiprocessing_context=context, generator=torch.Generator(),
+        worker_init_fn=partial(_outlive_signals, os.getpid()),
     )  # fmt: skip
     try:
         for result in loader:
@@ -83,7 +87,18 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-def _outlive_signals(worker: int) -> None:
-    """A stop signal to the whole job lets its ranks finish their step; workers end when their rank does."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+def _outlive_signals(rank: int, worker: int) -> None:
+    """Let a stop signal to the whole job pass, so that its ranks can finish their step.
+
+    Only the process `rank` may end this worker, as it does when it leaves; should it die, the worker notices too.
+    """
+    for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_leave_when_told, args=(rank,), daemon=True).start()
+
+
+def _leave_when_told(rank: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank:
+        pass
+    os._exit(0)

@@ -287,6 +287,7 @@ class Trainer:
                     self._say_saved(result.signal)
                     return None
         bar.close()
+        self.batches.close()
         self.seconds += time.perf_counter() - started
         if not self.best_step:  # resumed at its last step, where a stop signal had saved it
             self._validate()

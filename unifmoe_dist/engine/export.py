@@ -182,9 +182,8 @@ def _skeleton(shape: dict[str, Any]) -> nn.Module:
         import unifmoe_dist.data.timm_models  # noqa: F401  registers digits_vit
 
         if options := shape.get("model_args"):
-            model = build_backbone(
-                shape["architecture"], shape["num_classes"], options["img_size"], "none", dropout=options["proj_drop_rate"]
-            )
+            size, dropout = options["img_size"], options["proj_drop_rate"]
+            model = build_backbone(shape["architecture"], shape["num_classes"], size, "none", dropout=dropout)
         else:
             model = timm.create_model(shape["architecture"], num_classes=shape["num_classes"])
         return model if shape["moe"] is None else upcycle(model, **shape["moe"])

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> None:
         model = build.build_model(config, task).to(ranks.device)
         checkpoint.load_weights(saved, model)
         datasets = task.test if options.split == "test" else task.validation
-        score = evaluate(model, task, datasets, config.data.eval_batch_size, ranks)
+        score = evaluate(model, task, datasets, config.data.eval_batch_size, ranks, config.data.workers)
         if ranks.rank == 0:
             result = summarise(config, score)
             result["accuracy"] = result.pop("test_accuracy")

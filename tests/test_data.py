@@ -17,7 +17,7 @@ from unifmoe_dist.data.digits import (
     DigitsDataset,
     build_digits_vit,
     rotate_images,
-    shift_images,
+    shift_image,
 )
 from unifmoe_dist.data.sentences import corrupt, extract_sentences, real_sentences
 from unifmoe_dist.errors import UserError
@@ -99,17 +99,17 @@ def test_model_is_fixed_by_the_global_seed_and_treats_images_alone() -> None:
     assert torch.allclose(first(x)[:2], first(x[:2]), atol=1e-5)
 
 
-def test_shift_moves_images_by_at_most_one_pixel_and_repeats() -> None:
-    images = torch.full((64, 1, 16, 16), BACKGROUND)
-    images[:, :, 8, 8] = 1.0
-    inputs = {"x": images}
-    moved = shift_images(inputs, torch.Generator().manual_seed(0))["x"]
-    assert torch.equal(moved, shift_images(inputs, torch.Generator().manual_seed(0))["x"])
-    places = (moved == 1.0).nonzero()[:, 2:]
-    assert len(places) == 64 and {tuple(p) for p in places.tolist()} == {
-        (r, c) for r in (7, 8, 9) for c in (7, 8, 9)
-    }
-    assert torch.equal(images[:, :, 8, 8], torch.ones(64, 1)) and (moved != 1.0).sum() == 64 * 255
+def test_shift_moves_an_image_by_at_most_one_pixel_and_repeats() -> None:
+    image = torch.full((1, 16, 16), BACKGROUND)
+    image[:, 8, 8] = 1.0
+    places = set()
+    for seed in range(64):
+        moved, label = shift_image((image, 3), torch.Generator().manual_seed(seed))
+        assert torch.equal(moved, shift_image((image, 3), torch.Generator().manual_seed(seed))[0])
+        assert label == 3 and moved.shape == (1, 16, 16) and (moved != 1.0).sum() == 255
+        places.add(tuple((moved == 1.0).nonzero()[0, 1:].tolist()))
+    assert places == {(r, c) for r in (7, 8, 9) for c in (7, 8, 9)}
+    assert image[0, 8, 8] == 1.0
 
 
 def test_linear_baseline_is_an_accuracy() -> None:

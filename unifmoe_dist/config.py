@@ -201,6 +201,7 @@ class DataConfig:
         batch_size: Items per training environment and step, over all ranks together.
         eval_batch_size: Items per rank and evaluation step.
         workers: Processes per rank that read and transform images ahead of time; 0 does it between steps.
+        image_size: Side of DomainBed's images after cropping or resizing, in pixels.
     """
 
     task: TaskName = "digits"
@@ -210,6 +211,7 @@ class DataConfig:
     batch_size: int = 16
     eval_batch_size: int = 64
     workers: int = 0
+    image_size: int = 224
 
 
 @dataclass
@@ -401,6 +403,7 @@ class TrainConfig:
             "keep_checkpoints": self.keep_checkpoints,
             "data.batch_size": self.data.batch_size,
             "data.eval_batch_size": self.data.eval_batch_size,
+            "data.image_size": self.data.image_size,
             "parallel.expert_parallel_size": self.parallel.expert_parallel_size,
             "parallel.gradient_accumulation": self.parallel.gradient_accumulation,
         }
@@ -414,6 +417,10 @@ class TrainConfig:
                 f"epochs {self.epochs} sets {name} by passes over the data, so {name} {value} contradicts it; leave "
                 f"{name} out, or set epochs null.",
             )
+        _check(self.data.workers >= 0, f"data.workers must be at least 0, not {self.data.workers}.")
+        for name in ("dropout", "drop_path"):
+            rate = getattr(self.model, name)
+            _check(0 <= rate < 1, f"model.{name} must be at least 0 and below 1, not {rate}.")
         _check(
             self.parallel.zero_stage != 3,
             "parallel.zero_stage 3 gathers a module's weights when its forward is called, but residual experts are "

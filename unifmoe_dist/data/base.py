@@ -33,8 +33,8 @@ class TaskData:
         collate: list of items -> ``(inputs, labels)``; call the model as ``model(**inputs)``.
         build_model: ``build_model()`` -> the dense backbone. It draws its new parameters from torch's global
             generator, so seed that first.
-        augment: optional ``augment(inputs, generator) -> inputs`` for training batches. The inputs are not
-            changed in place. The generator is on the CPU and the only source of randomness.
+        augment: optional ``augment(item, generator) -> item`` for items of ``train``, before they are collated. The
+            item is not changed in place. The generator is on the CPU and the only source of randomness.
         metric: what selects the checkpoint and is reported, computed on each data set as a whole and averaged over
             them.
     """
@@ -47,7 +47,7 @@ class TaskData:
     environments: tuple[str, ...]
     collate: Callable[[list[Any]], Batch]
     build_model: Callable[[], nn.Module]
-    augment: Callable[[dict[str, Tensor], torch.Generator], dict[str, Tensor]] | None = None
+    augment: Callable[[Any, torch.Generator], Any] | None = None
     metric: Metric = ACCURACY
 
 

@@ -65,7 +65,7 @@ def digits_task(held_out: str | int = DEFAULT_HELD_OUT, split_seed: int = 0) -> 
         environments=tuple(ENVIRONMENTS[index] for index in kept),
         collate=collate_images,
         build_model=build_digits_vit,
-        augment=shift_images,
+        augment=shift_image,
     )
 
 
@@ -141,22 +141,18 @@ def rotate_images(images: Tensor, degrees: float) -> Tensor:
     return F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
 
 
-def shift_images(inputs: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-    """Move each image of a training batch by -1, 0 or 1 pixel along each axis.
+def shift_image(item: tuple[Tensor, int], generator: torch.Generator) -> tuple[Tensor, int]:
+    """Move the image of a training item by -1, 0 or 1 pixel along each axis.
 
     Args:
-        inputs: ``{"x": (N, 1, H, W)}``, normalised.
-        generator: CPU generator, advanced by ``2 N`` draws.
+        item: `(image (1, H, W), label)`, normalised.
+        generator: CPU generator, advanced by two draws.
     """
-    images = inputs["x"]
-    count, _, height, width = images.shape
-    corner = torch.randint(0, 3, (2, count, 1, 1), generator=generator).to(images.device)
-    padded = F.pad(images, (1, 1, 1, 1), value=BACKGROUND)
-    rows = corner[0] + torch.arange(height, device=images.device).view(1, -1, 1)
-    columns = corner[1] + torch.arange(width, device=images.device).view(1, 1, -1)
-    item = torch.arange(count, device=images.device).view(-1, 1, 1)
-    shifted = padded[item, :, rows, columns]  # (N, H, W, 1): advanced indices come first
-    return {**inputs, "x": shifted.movedim(-1, 1).contiguous()}
+    image, label = item
+    height, width = image.shape[1:]
+    row, column = torch.randint(0, 3, (2,), generator=generator).tolist()
+    padded = F.pad(image, (1, 1, 1, 1), value=BACKGROUND)
+    return padded[:, row : row + height, column : column + width], label
 
 
 class ConvStem(nn.Sequential):

@@ -5,8 +5,11 @@ The global batch of a step is the same at every world size; ranks take equal, co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +17,40 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from unifmoe_dist.data.base import Batch, TaskData
+from unifmoe_dist.engine.read_ahead import read_ahead
+
+
+@dataclass(frozen=True)
+class Item:
+    """One item of a batch.
+
+    Args:
+        dataset: Which of the data sets.
+        index: Which item of it.
+        seeds: Numbers that together seed its augmentation; None leaves the item as it is.
+    """
+
+    dataset: int
+    index: int
+    seeds: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class BatchReader:
+    """Makes a batch from a list of items: all that a worker process needs to know of a task."""
+
+    datasets: Sequence[Dataset]
+    collate: Callable[[list[Any]], Batch]
+    augment: Callable[[Any, torch.Generator], Any] | None = None
+
+    def __call__(self, items: Sequence[Item]) -> Batch:
+        return self.collate([self._read(item) for item in items])
+
+    def _read(self, item: Item) -> Any:
+        value = self.datasets[item.dataset][item.index]
+        if self.augment is None or item.seeds is None:
+            return value
+        return self.augment(value, _generator(*item.seeds))
 
 
 class TrainBatches:
@@ -26,14 +63,26 @@ class TrainBatches:
         rank: This rank.
         world_size: Number of ranks.
         micro_batches: Parts into which a rank's share is cut.
+        workers: Processes that read ahead; they change no batch.
     """
 
     def __init__(
-        self, task: TaskData, batch_size: int, seed: int, rank: int, world_size: int, micro_batches: int
+        self,
+        task: TaskData,
+        batch_size: int,
+        seed: int,
+        rank: int,
+        world_size: int,
+        micro_batches: int,
+        workers: int = 0,
     ) -> None:
         self.task, self.batch_size, self.seed = task, batch_size, seed
         self.rank, self.world_size, self.micro_batches = rank, world_size, micro_batches
+        self.workers = workers
+        self._read = BatchReader(task.train, task.collate, task.augment)
         self._permutation = lru_cache(maxsize=4 * len(task.train))(self._permutation_of_epoch)
+        self._stream: Generator[Batch, None, None] | None = None
+        self._position = 0  # of the stream's next batch, counted in micro-batches from step 0
 
     def _permutation_of_epoch(self, environment: int, epoch: int) -> list[int]:
         generator = _generator(self.seed, environment, epoch)
@@ -48,29 +97,40 @@ class TrainBatches:
         ]
 
     def step(self, step: int) -> Iterator[Batch]:
-        """This rank's micro-batches at `step` (from 0)."""
+        """This rank's micro-batches at `step` (from 0).
+
+        With workers, steps asked for one after the other come from those that were read ahead; another step starts
+        reading anew there, and one that has been read already is read again here.
+        """
+        first = step * self.micro_batches
+        if self.workers == 0 or self._stream is not None and first < self._position:
+            yield from map(self._read, self._items(step))
+            return
+        if self._stream is None or first != self._position:
+            following = itertools.chain.from_iterable(map(self._items, itertools.count(step)))
+            self._stream, self._position = read_ahead(self._read, following, self.workers), first
+        for _ in range(self.micro_batches):
+            batch = next(self._stream)
+            self._position += 1
+            yield batch
+
+    def close(self) -> None:
+        """End the processes that read ahead; a later step starts new ones."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def _items(self, step: int) -> Iterator[list[Item]]:
+        """The items of this rank's micro-batches; an item's augmentation does not depend on the rank that reads it."""
         share = self.batch_size // self.world_size // self.micro_batches
+        orders = [self.indices(environment, step) for environment in range(len(self.task.train))]
         for micro in range(self.micro_batches):
             first = (self.rank * self.micro_batches + micro) * share
-            places = [
-                (environment, position)
-                for environment in range(len(self.task.train))
+            yield [
+                Item(environment, order[position], (self.seed, step, environment, position))
+                for environment, order in enumerate(orders)
                 for position in range(first, first + share)
             ]
-            items = [self.task.train[e][self.indices(e, step)[position]] for e, position in places]
-            inputs, labels = self.task.collate(items)
-            if self.task.augment is not None:
-                inputs = self._augmented(inputs, [_generator(self.seed, step, *place) for place in places])
-            yield inputs, labels
-
-    def _augmented(self, inputs: dict[str, Tensor], generators: list[torch.Generator]) -> dict[str, Tensor]:
-        """Augment item by item: what happens to an item must not depend on the rank that it falls to."""
-        assert self.task.augment is not None
-        singles = [
-            self.task.augment({name: value[i : i + 1] for name, value in inputs.items()}, generator)
-            for i, generator in enumerate(generators)
-        ]
-        return {name: torch.cat([single[name] for single in singles]) for name in inputs}
 
 
 def _generator(*numbers: int) -> torch.Generator:
@@ -81,16 +141,20 @@ def _generator(*numbers: int) -> torch.Generator:
 
 
 def evaluation_batches(
-    dataset: Dataset, task: TaskData, batch_size: int, rank: int, world_size: int
+    dataset: Dataset, task: TaskData, batch_size: int, rank: int, world_size: int, workers: int = 0
 ) -> Iterator[tuple[Batch, Tensor]]:
     """This rank's share of a dataset, every item once over all ranks, and a 0/1 weight per item.
 
     Every rank yields the same number of batches, as collective layers need; a rank that has run out repeats an item
-    with weight 0.
+    with weight 0. `workers` processes read ahead.
     """
     total = len(dataset)  # type: ignore[arg-type]
-    own = list(range(rank, total, world_size))
-    for number in range(-(-total // (world_size * batch_size))):
-        chosen = own[number * batch_size : (number + 1) * batch_size]
-        weight = torch.ones(len(chosen)) if chosen else torch.zeros(1)
-        yield task.collate([dataset[i] for i in (chosen or [0])]), weight
+    own = range(rank, total, world_size)
+    chosen = [
+        own[number * batch_size : (number + 1) * batch_size]
+        for number in range(-(-total // (world_size * batch_size)))
+    ]
+    keys = [[Item(0, index) for index in part or [0]] for part in chosen]
+    batches = read_ahead(BatchReader([dataset], task.collate), keys, min(workers, len(keys)))
+    for part, batch in zip(chosen, batches, strict=True):
+        yield batch, torch.ones(len(part)) if part else torch.zeros(1)

@@ -13,6 +13,7 @@ from unifmoe_dist.baselines import LayerOptions, upcycle_baseline
 from unifmoe_dist.baselines.algorithms import ALGORITHMS, Algorithm
 from unifmoe_dist.config import GlueName, TrainConfig
 from unifmoe_dist.data.base import TaskData
+from unifmoe_dist.data.benchmarks import BENCHMARKS
 from unifmoe_dist.data.encoders import GLUE_BACKBONE, Encoder
 from unifmoe_dist.engine.ranks import Ranks
 from unifmoe_dist.errors import UserError
@@ -26,6 +27,14 @@ def build_task(config: TrainConfig) -> TaskData:
         from unifmoe_dist.data.digits import digits_task
 
         return digits_task(config.data.held_out, seed)
+    if config.data.task in BENCHMARKS:
+        from unifmoe_dist.data.domainbed import domainbed_task
+
+        return domainbed_task(
+            config.data.task, config.data.held_out, config.data.root, seed, image_size=config.data.image_size,
+            backbone=config.model.backbone, pretrained=config.model.pretrained, dropout=config.model.dropout,
+            drop_path=config.model.drop_path,
+        )  # fmt: skip
     if config.data.task in get_args(GlueName):
         from unifmoe_dist.data.glue import glue_task
 
@@ -33,6 +42,22 @@ def build_task(config: TrainConfig) -> TaskData:
     from unifmoe_dist.data.acceptability import acceptability_task
 
     return acceptability_task(seed, config.model.pretrained)
+
+
+def held_out(config: TrainConfig) -> str | None:
+    """Name of the environment that the configuration holds out, however it was written; None for language tasks.
+
+    Raises:
+        UserError: there is no such environment.
+    """
+    if config.data.task == "digits":
+        from unifmoe_dist.data.digits import ENVIRONMENTS, environment_index
+
+        return ENVIRONMENTS[environment_index(config.data.held_out)]
+    if config.data.task in BENCHMARKS:
+        benchmark = BENCHMARKS[config.data.task]
+        return benchmark.environments[benchmark.environment_index(config.data.held_out)].name
+    return None
 
 
 def glue_encoder(config: TrainConfig) -> Encoder:

@@ -57,12 +57,12 @@ def collect_usage(model: nn.Module, ranks: Ranks) -> dict[str, UsageSummary]:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, task: TaskData, datasets: Sequence[Dataset], batch_size: int, ranks: Ranks
+    model: nn.Module, task: TaskData, datasets: Sequence[Dataset], batch_size: int, ranks: Ranks, workers: int = 0
 ) -> Score:
     """The task's metric on each data set, in evaluation mode; collective. Leaves the training mode as it was.
 
     Predictions of all ranks are brought together, each item's once, so that every rank computes the metric on the
-    whole data set and gets the same value.
+    whole data set and gets the same value. `workers` processes of this rank read ahead.
     """
     was_training = model.training
     model.eval()
@@ -73,7 +73,7 @@ def evaluate(
     for dataset in datasets:
         parts = [np.zeros((2, 0), dtype=np.int64)]  # predictions over labels
         for (inputs, labels), weight in evaluation_batches(
-            dataset, task, batch_size, ranks.rank, ranks.world_size
+            dataset, task, batch_size, ranks.rank, ranks.world_size, workers
         ):
             logits = logits_of(model(**to_device(inputs, ranks.device, dtype)))
             pair = torch.stack([logits.argmax(-1).cpu(), labels])

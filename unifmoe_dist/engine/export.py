@@ -25,6 +25,8 @@ from torch import nn
 from unifmoe_dist.baselines import LayerOptions, upcycle_baseline
 from unifmoe_dist.baselines.algorithms.dmda import add_selective_head
 from unifmoe_dist.config import LayerChoices, TrainConfig
+from unifmoe_dist.data.benchmarks import BENCHMARKS
+from unifmoe_dist.data.vision_backbone import build_backbone
 from unifmoe_dist.engine import build, checkpoint
 from unifmoe_dist.engine.cli import load_train_config
 from unifmoe_dist.errors import UserError
@@ -151,9 +153,17 @@ def _describe(config: TrainConfig, model: Any) -> dict[str, Any]:
         "architecture": made["architecture"],
         "num_classes": model.num_classes,
         "pretrained_cfg": {k: v for k, v in made.items() if v is not None and k != "architecture"},
+        "model_args": _options(config),
         "moe": _describe_layers(config),
         "channel_ratio": config.algorithm.dmda.channel_ratio if config.algorithm.name == "dmda" else None,
     }
+
+
+def _options(config: TrainConfig) -> dict[str, Any]:
+    """What timm needs besides the architecture's name; dropout after a layer is part of the names of its weights."""
+    if config.data.task not in BENCHMARKS:
+        return {}
+    return {"img_size": config.data.image_size, "proj_drop_rate": config.model.dropout}
 
 
 def _describe_layers(config: TrainConfig) -> dict[str, Any] | None:
@@ -179,7 +189,11 @@ def _skeleton(shape: dict[str, Any]) -> nn.Module:
 
         import unifmoe_dist.data.timm_models  # noqa: F401  registers digits_vit
 
-        model = timm.create_model(shape["architecture"], num_classes=shape["num_classes"])
+        if options := shape.get("model_args"):
+            size, dropout = options["img_size"], options["proj_drop_rate"]
+            model = build_backbone(shape["architecture"], shape["num_classes"], size, "none", dropout=dropout)
+        else:
+            model = timm.create_model(shape["architecture"], num_classes=shape["num_classes"])
         model = _with_layers(model, shape["moe"])
         ratio = shape.get("channel_ratio")  # of a selective head
         return model if ratio is None else add_selective_head(model, ratio)
@@ -205,7 +219,7 @@ def _transformers_class(config: dict[str, Any]) -> Any:
 def _timm_config(shape: dict[str, Any]) -> dict[str, Any]:
     """timm's config.json; what timm does not know stands beside it."""
     ours = {"unif_moe": shape["moe"], "channel_ratio": shape["channel_ratio"]}
-    theirs = {key: shape[key] for key in ("architecture", "num_classes", "pretrained_cfg")}
+    theirs = {key: shape[key] for key in ("architecture", "num_classes", "pretrained_cfg", "model_args") if shape[key]}
     return theirs | {key: value for key, value in ours.items() if value is not None}
 
 

@@ -125,7 +125,9 @@ def running_ranks(expert_parallel_size: int, placement: str = "near") -> Iterato
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy and torch."""
+    """Seed Python, NumPy and torch, and have cuDNN choose deterministic algorithms, as DomainBed does."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False

@@ -73,6 +73,9 @@ def choose_folder(config: TrainConfig) -> Path:
 
 def _check_same_run(folder: Path, config: TrainConfig) -> None:
     """Refuse options under which a run's weights would load but mean something else, or its scores would."""
+    path = folder / "config.yaml"
+    old = load_train_config(str(path)) if path.is_file() else config
+    same_task = old.data.task == config.data.task  # otherwise environments are not to be compared
 
     def fixed(options: TrainConfig) -> dict[str, Any]:
         data = options.data
@@ -85,14 +88,13 @@ def _check_same_run(folder: Path, config: TrainConfig) -> None:
             "model.block_choice": options.model.block_choice,
             "model.backbone": options.model.backbone,
             "data.task": data.task,
-            "data.held_out": data.held_out,
+            "data.held_out": build.held_out(options) if same_task else None,
             "data.split_seed": options.seed if data.split_seed is None else data.split_seed,
             "algorithm.name": options.algorithm.name,
             "optim.name": options.optim.name.removesuffix("w"),  # adam and adamw keep the same state
         }
 
-    path = folder / "config.yaml"
-    saved, given = fixed(load_train_config(str(path)) if path.is_file() else config), fixed(config)
+    saved, given = fixed(old), fixed(config)
     for name, value in saved.items():
         if given[name] != value:
             raise UserError(
@@ -188,7 +190,7 @@ class Trainer:
         self.dtype = next(p.dtype for p in self.model.parameters() if p.is_floating_point())
         self.batches = TrainBatches(
             self.task, config.data.batch_size, config.seed, ranks.rank, ranks.world_size,
-            config.parallel.gradient_accumulation,
+            config.parallel.gradient_accumulation, config.data.workers,
         )  # fmt: skip
         self.step, self.seconds, self.selection = 0, 0.0, Selection()
         self.skipped, self.saved_step = 0, -1
@@ -323,6 +325,7 @@ class Trainer:
                     self._say_saved(result.signal)
                     return None
         bar.close()
+        self.batches.close()
         if self.step < config.steps and self.ranks.rank == 0:
             print(f"stopped at step {self.step}: {config.patience} evaluations in a row were no better", flush=True)
         self.seconds += time.perf_counter() - started
@@ -423,7 +426,8 @@ class Trainer:
         return summary
 
     def _evaluate(self, datasets: list) -> Score:
-        return evaluate(self.model, self.task, datasets, self.config.data.eval_batch_size, self.ranks)
+        data = self.config.data
+        return evaluate(self.model, self.task, datasets, data.eval_batch_size, self.ranks, data.workers)
 
     # -- records and resuming ---------------------------------------------------------------------------------------
 
@@ -474,7 +478,7 @@ def summarise(config: TrainConfig, score: Score) -> dict[str, Any]:
     dense = float(config.model.num_blocks)
     return {
         "task": config.data.task,
-        "held_out": config.data.held_out if config.data.task == "digits" else None,
+        "held_out": build.held_out(config),
         "moe": config.model.moe,
         "algorithm": config.algorithm.name,
         "seed": config.seed,

@@ -1,0 +1,77 @@
+#!/usr/bin/env python
+"""DomainBed's data sets: `python launch/data.py prepare DATASET --archive FILE --root DIR`, `... verify DATASET`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from unifmoe_dist.data.benchmarks import BENCHMARKS, Benchmark
+from unifmoe_dist.engine.cli import run_main
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        description="Prepare and verify DomainBed's image data sets.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    prepare = commands.add_parser(
+        "prepare",
+        help="unpack official archives into DomainBed's layout",
+        description="Unpack official archives into DomainBed's layout. Without --archive they are downloaded to "
+        "ROOT/archives where that is possible without a browser (TerraIncognita, DomainNet); an interrupted download "
+        "goes on. No publisher states checksums, so those of the archives are recorded in manifest.json.",
+    )
+    verify = commands.add_parser(
+        "verify",
+        help="count and decode every image",
+        description="Compare counts with the published ones, decode every image, and compare with manifest.json. Exit "
+        "status 1 if something is wrong.",
+    )
+    for command in (prepare, verify):
+        command.add_argument("dataset", choices=sorted(BENCHMARKS))
+        command.add_argument(
+            "--root", type=Path, help="folder that holds the data set's folder (default: data/DATASET)"
+        )
+        command.add_argument("--quiet", action="store_true", help="show no progress")
+    prepare.add_argument(
+        "--archive", type=Path, nargs="+", help="the official archive, or all of them", default=[]
+    )
+    verify.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)"
+    )
+    options = parser.parse_args(arguments)
+    benchmark = BENCHMARKS[options.dataset]
+    root = options.root or Path("data") / benchmark.name
+    if options.command == "prepare":
+        _prepare(benchmark, options.archive, root, not options.quiet)
+    else:
+        _verify(benchmark, root, options.workers, not options.quiet)
+
+
+def _prepare(benchmark: Benchmark, archives: list[Path], root: Path, progress: bool) -> None:
+    from unifmoe_dist.data.prepare import fetch_archives, fetch_duplicates, prepare
+
+    if not archives:
+        archives = fetch_archives(benchmark, root / "archives", progress)
+        if benchmark.duplicates is not None:
+            fetch_duplicates(benchmark.duplicates, root / "archives", progress)
+    folder = prepare(benchmark, archives, root, progress)
+    print(
+        f"{folder} is ready; train with --data.task {benchmark.name} --data.root {root} --data.held_out NAME"
+    )
+
+
+def _verify(benchmark: Benchmark, root: Path, workers: int, progress: bool) -> None:
+    from unifmoe_dist.data.verify import verify
+
+    report = verify(benchmark, root, workers, progress)
+    print("\n".join(report.lines()))
+    if not report.good:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,100 @@
+"""DomainBed's protocol on an image benchmark: one environment held out, 80/20 splits by seed.
+
+Training uses the in-splits of the other environments, model selection their out-splits ("training-domain validation
+set"), and the test is the held-out environment's in-split (Gulrajani and Lopez-Paz, ICLR 2021).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from unifmoe_dist.data.base import TaskData, collate_images
+from unifmoe_dist.data.benchmarks import BENCHMARKS
+from unifmoe_dist.data.image_folders import list_images
+from unifmoe_dist.data.images import EvaluationTransform, ImageDataset, TrainingTransform
+from unifmoe_dist.data.vision_backbone import DEFAULT_BACKBONE, build_backbone
+from unifmoe_dist.errors import UserError
+
+OUT_SHARE = 0.2
+
+
+def domainbed_task(
+    name: str,
+    held_out: str | int,
+    root: str | Path | None = None,
+    split_seed: int = 0,
+    *,
+    image_size: int = 224,
+    backbone: str | None = None,
+    pretrained: str | None = None,
+    dropout: float = 0.0,
+    drop_path: float = 0.0,
+) -> TaskData:
+    """The task with one environment held out.
+
+    Args:
+        name: "pacs", "vlcs", "officehome", "terraincognita" or "domainnet".
+        held_out: The paper's name of an environment, its folder, or its index in DomainBed's order.
+        root: The data set's folder or the one above; by default data/NAME.
+        split_seed: Decides the split within each environment.
+        image_size: Side of the images, in pixels.
+        backbone: A ViT of timm's registry; by default DeiT-S/16.
+        pretrained: See `build_backbone`.
+        dropout: Hidden dropout.
+        drop_path: Stochastic-depth rate.
+
+    Returns:
+        Items of `train` are `(PIL image, label)`, which `augment` turns into `(tensor, label)`; items of the others are
+        `((3, image_size, image_size) float32, label)`. The model is called as `model(x=images)`.
+
+    Raises:
+        UserError: there is no such environment; the folders are not in DomainBed's layout.
+    """
+    benchmark = BENCHMARKS[name]
+    held_index = benchmark.environment_index(held_out)
+    folders = list_images(benchmark, root if root is not None else Path("data") / name)
+    for folder in folders:
+        if int(OUT_SHARE * len(folder)) < 1:
+            raise UserError(
+                f"{folder.path} holds {len(folder)} images, too few for an out-split of 20 %; it needs at least 5."
+            )
+    splits = [split(len(folder), split_seed, index) for index, folder in enumerate(folders)]
+    kept = [index for index in range(len(folders)) if index != held_index]
+    plain = EvaluationTransform(image_size)
+    return TaskData(
+        name=name,
+        num_classes=benchmark.num_classes,
+        train=[ImageDataset(folders[index], splits[index][0], None) for index in kept],
+        validation=[ImageDataset(folders[index], splits[index][1], plain) for index in kept],
+        test=[ImageDataset(folders[held_index], splits[held_index][0], plain)],
+        environments=tuple(benchmark.environments[index].name for index in kept),
+        collate=collate_images,
+        build_model=partial(
+            build_backbone, backbone or DEFAULT_BACKBONE, benchmark.num_classes, image_size, pretrained,
+            dropout=dropout, drop_path=drop_path,
+        ),
+        augment=TrainingTransform(image_size),
+    )  # fmt: skip
+
+
+def split(count: int, split_seed: int, environment: int) -> tuple[np.ndarray, np.ndarray]:
+    """In-split and out-split of an environment: the very images that DomainBed takes for this `trial_seed`.
+
+    Args:
+        count: Images in the environment.
+        split_seed: DomainBed's trial seed.
+        environment: Index of the environment, in DomainBed's order.
+
+    Returns:
+        (in, out): int64 rows. The out-split is the first `int(0.2 * count)` of a permutation by NumPy's legacy
+        generator, whose seed is a hash of the other two arguments; the in-split is the rest.
+    """
+    digest = hashlib.md5(str((split_seed, environment)).encode(), usedforsecurity=False).hexdigest()
+    rows = np.arange(count)
+    np.random.RandomState(int(digest, 16) % 2**31).shuffle(rows)
+    cut = int(count * OUT_SHARE)
+    return rows[cut:], rows[:cut]

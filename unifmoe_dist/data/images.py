@@ -1,0 +1,163 @@
+"""Image files as tensors: decoding, and the transforms of DomainBed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageFile, UnidentifiedImageError
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision import transforms
+
+from unifmoe_dist.data.image_folders import ImageFolder
+from unifmoe_dist.errors import UserError
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""ImageNet's channel statistics, of values in 0..1."""
+
+_lenient = threading.Lock()
+
+
+class ImageDataset(Dataset):
+    """Some rows of an environment; items are `(transform(image), label)`.
+
+    Args:
+        folder: The environment.
+        rows: (N,) indices into it.
+        transform: PIL image -> what the item holds; None leaves the decoded image, for augmentation to turn into a
+            tensor.
+    """
+
+    def __init__(
+        self, folder: ImageFolder, rows: np.ndarray, transform: Callable[[Image.Image], Tensor] | None
+    ) -> None:
+        self.folder, self.rows, self.transform = folder, rows, transform
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        row = int(self.rows[index])
+        image = read_image(self.folder.file(row))
+        return image if self.transform is None else self.transform(image), int(self.folder.labels[row])
+
+
+class NotAnImage(ValueError):
+    """A file that cannot be decoded, and why."""
+
+
+def read_image(path: Path) -> Image.Image:
+    """Decode an image as RGB. A truncated file keeps what it has and is grey below, as in DomainBed.
+
+    Raises:
+        UserError: the file is missing or is no image.
+    """
+    try:
+        return decode(path)[0]
+    except NotAnImage as error:
+        raise UserError(
+            f"{path} cannot be read as an image ({error}); `python launch/data.py verify DATASET --root DIR` lists all "
+            "such files."
+        ) from error
+
+
+def decode(path: Path) -> tuple[Image.Image, bool]:
+    """An image as RGB, and whether the file is whole.
+
+    Raises:
+        NotAnImage: not even a part of it can be decoded.
+    """
+    try:
+        try:
+            return _decode(path), True
+        except UnidentifiedImageError:
+            raise
+        except OSError:  # truncated, most likely
+            return _decode_truncated(path), False
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        Image.DecompressionBombError,
+    ) as error:  # as Pillow's readers raise
+        raise NotAnImage(str(error)) from error
+
+
+def _decode(path: Path) -> Image.Image:
+    with Image.open(path) as image:
+        return image.convert("RGB")
+
+
+def _decode_truncated(path: Path) -> Image.Image:
+    with _lenient:  # the switch is global in Pillow
+        before = ImageFile.LOAD_TRUNCATED_IMAGES
+        ImageFile.LOAD_TRUNCATED_IMAGES = True
+        try:
+            return _decode(path)
+        finally:
+            ImageFile.LOAD_TRUNCATED_IMAGES = before
+
+
+@dataclass(frozen=True)
+class EvaluationTransform:
+    """PIL image -> (3, size, size) float32: resized directly, whatever its shape, and normalised."""
+
+    size: int
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        return self._steps(image)
+
+    @cached_property
+    def _steps(self) -> transforms.Compose:
+        return transforms.Compose([transforms.Resize((self.size, self.size)), *_to_tensor()])
+
+
+@dataclass(frozen=True)
+class TrainingTransform:
+    """`(PIL image, label), generator -> ((3, size, size) float32, label)`, with DomainBed's augmentation.
+
+    Random resized crop to 0.7 to 1 of the area, horizontal flip, colour jitter of 0.3 (brightness, contrast, saturation
+    and hue), greyscale with probability 0.1. The generator is the only source of randomness.
+    """
+
+    size: int
+
+    def __call__(self, item: tuple[Image.Image, int], generator: torch.Generator) -> tuple[Tensor, int]:
+        with _drawing_from(generator):
+            return self._steps(item[0]), item[1]
+
+    @cached_property
+    def _steps(self) -> transforms.Compose:
+        return transforms.Compose(
+            [
+                transforms.RandomResizedCrop(self.size, scale=(0.7, 1.0)),
+                transforms.RandomHorizontalFlip(),
+                transforms.ColorJitter(0.3, 0.3, 0.3, 0.3),
+                transforms.RandomGrayscale(),
+                *_to_tensor(),
+            ]
+        )
+
+
+def _to_tensor() -> list[Callable]:
+    return [transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
+
+
+@contextmanager
+def _drawing_from(generator: torch.Generator) -> Iterator[None]:
+    """Have torch's global CPU generator, which torchvision draws from, be this one for a while."""
+    before = torch.get_rng_state()
+    torch.set_rng_state(generator.get_state())
+    try:
+        yield
+    finally:
+        generator.set_state(torch.get_rng_state())
+        torch.set_rng_state(before)

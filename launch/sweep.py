@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--held-out", nargs="+", metavar="ENVIRONMENT", default=[], help="environments (all, in turn)")
     what.add_argument("--seeds", type=int, nargs="+", metavar="N", default=list(SEEDS), help="seeds (0 1 2)")
     what.add_argument("--lr", type=float, nargs="+", metavar="RATE", default=[],
-                      help="learning rates, chosen by validation (GLUE: 2e-5 3e-5 5e-5; else the config's)")  # fmt: skip
+                      help="learning rates, chosen by validation (GLUE: 2e-5 3e-5 5e-5; else config)")  # fmt: skip
     what.add_argument("--set", nargs="+", metavar="KEY=VALUE", default=[], help="options of every run")
     how = result.add_argument_group("how to run it")
     how.add_argument("--output", type=Path, default=Path("runs/sweeps"), help="folder of all runs (runs/sweeps)")

@@ -111,8 +111,9 @@ def places(options: argparse.Namespace) -> list[dict[str, str]]:
     if options.gpus is None and (count == 0 or options.jobs is not None):
         if options.jobs is not None and options.jobs < 1:
             raise UserError(f"--jobs must be at least 1, not {options.jobs}.")
-        hidden = {"CUDA_VISIBLE_DEVICES": ""} if count else {}
-        return [hidden] * (options.jobs or os.cpu_count() or 1)
+        # One thread each, or runs side by side would slow one another down.
+        place = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        return [place] * (options.jobs or os.cpu_count() or 1)
     if options.jobs is not None:
         raise UserError("--gpus and --jobs exclude each other: a GPU takes one run at a time.")
     gpus = options.gpus or [str(index) for index in range(count)]

@@ -129,7 +129,7 @@ def test_paper_numbers_retyped():
 
 @pytest.mark.parametrize("numbers,tasks", [(paper.DOMAINBED, DOMAINBED), (paper.GLUE, GLUE)])
 def test_the_papers_averages_are_those_of_its_entries(numbers, tasks):
-    """Up to rounding: a slip of a digit would show. (MASS's GLUE average is printed 0.012 above that of its entries.)"""
+    """Up to rounding: a slip of a digit would show. (MASS on GLUE is printed 0.012 above.)"""
     for method, row in numbers.items():
         assert (paper.AVERAGE in row) == all(task in row for task in tasks)
         if paper.AVERAGE in row:

@@ -1,4 +1,4 @@
-"""Sweeps: what a table needs; runs that finish, fail, are killed, stopped, taken by another sweep and taken up again."""
+"""Sweeps: what a table needs; runs that finish, fail, are killed, stopped, shared and taken up again."""
 
 from __future__ import annotations
 

@@ -152,14 +152,13 @@ class _Pool:
         self.free = places
         self.at_work: dict[BaseProcess, tuple[Run, Mapping[str, str]]] = {}
         self._discard = discard_checkpoints
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when a process first imports torch
         self._context = process_context()
 
     def start(self, run: Run) -> None:
         place = self.free.pop(0)
         process = self._context.Process(target=_run_main, args=(run, dict(place), self._discard))
         before = {name: os.environ.get(name) for name in place}
-        os.environ.update(place)  # a process that starts from nothing must see them from its first import on
+        os.environ.update(place)  # before the process, or the server that forks it, first imports anything
         try:
             process.start()
         finally:
@@ -235,7 +234,7 @@ def _train(run: Run, resume: bool) -> None:
     from unifmoe_dist.engine.trainer import Trainer, choose_folder
 
     if not torch.cuda.is_available():
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if not resume:
         clear_false_start(run.folder)
     config = with_options(run.config, {"resume": resume})

@@ -18,7 +18,10 @@ import torch
 from unifmoe_dist.engine.launchers import free_port
 from unifmoe_dist.errors import UserError
 
-_PRELOADED = ["torch", "torch._dynamo", "deepspeed", "timm", "sklearn.datasets", "unifmoe_dist.engine.trainer"]
+_PRELOADED = [
+    "torch", "torch._dynamo", "torch.utils.tensorboard", "deepspeed", "timm", "transformers.optimization",
+    "sklearn.datasets", "unifmoe_dist.engine.trainer", "unifmoe_dist.analysis.training_plots",
+]  # fmt: skip
 
 
 def run_local_ranks(
@@ -42,7 +45,7 @@ def run_local_ranks(
         RuntimeError: any other failure, with the rank's traceback.
     """
     check_world_size(world_size)
-    context = _context()
+    context = process_context()
     port = free_port()
     pipes: list[Connection] = []
     processes = []
@@ -82,7 +85,8 @@ def check_world_size(world_size: int) -> None:
         raise UserError(f"{world_size} ranks need {world_size} GPUs, but this machine has {gpus}; use at most {gpus}.")
 
 
-def _context() -> Any:
+def process_context() -> Any:
+    """How to start processes that train: multiprocessing's context, with the slow imports done once on the CPU."""
     if torch.cuda.is_available():
         return multiprocessing.get_context("spawn")  # CUDA forbids forking
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns of what it finds otherwise

@@ -1,0 +1,30 @@
+#!/usr/bin/env python
+"""The paper's tables and plots from a sweep's runs: `python launch/report.py FOLDER`.
+
+Writes FOLDER/report/: report.md with every table, plot and missing run, and for each table NAME.md, .tex, .csv, .png.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from unifmoe_dist.engine.cli import run_main
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="report.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("folder", type=Path, help="--output of launch/sweep.py")
+    parser.add_argument("--output", type=Path, help="folder of the report (FOLDER/report)")
+    options = parser.parse_args(arguments)
+
+    from unifmoe_dist.analysis.report import write_report
+
+    print(write_report(options.folder, options.output or options.folder / "report"))
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,126 @@
+"""What the folder of a sweep's run says: whose run it is, how far it got, and who is at work in it.
+
+    run.json    task, held_out, method, seed and lr: written when the run is planned, so that a report knows what lacks
+    sweep.lock  held (flock) by the process that trains, with its id; the lock goes with the process, however it dies
+    log.txt     all that the run printed, attempt after attempt
+
+The rest is the run's own: config.yaml, checkpoints/, summary.json, ...
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.engine.checkpoint import write_text
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.sweep.plan import Run
+
+# Options that do not change what a run finds.
+_WITHOUT_EFFECT = {
+    "output", "resume", "progress", "log_every", "keep_checkpoints", "baseline", "data.root", "data.workers",
+}  # fmt: skip
+
+
+class State(Enum):
+    """How far a run got."""
+
+    NEW = "to do"
+    PARTIAL = "half done"
+    FINISHED = "finished"
+
+
+def state_of(run: Run) -> State:
+    """How far a run got, with its options checked.
+
+    Raises:
+        UserError: the folder holds a run with other options, or something unreadable.
+    """
+    path = run.folder / "config.yaml"
+    if not path.is_file():
+        return State.NEW
+    try:
+        saved = _flat(yaml.load(path.read_text(), Loader=yaml.CSafeLoader))
+    except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
+        raise UserError(f"{path} is not the configuration of a run; delete {run.folder} or move it away.") from error
+    planned, default = _flat(_plain(run.config)), _flat(_plain(TrainConfig()))
+    for name, value in planned.items():
+        if name not in _WITHOUT_EFFECT and saved.get(name, default[name]) != value:
+            raise UserError(
+                f"{run.folder} holds a run with {name} {saved.get(name, default[name])}, not {value}; "
+                "choose another --output, or delete that folder."
+            )
+    if (run.folder / "summary.json").is_file():
+        return State.FINISHED
+    return State.PARTIAL if (run.folder / "checkpoints" / "latest").is_file() else State.NEW
+
+
+def prepare(run: Run) -> None:
+    """Make the folder and say whose it is.
+
+    Raises:
+        UserError: the folder cannot be made.
+    """
+    identity = {name: getattr(run, name) for name in ("task", "held_out", "method", "seed", "lr")}
+    try:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        if not (run.folder / "run.json").is_file():
+            write_text(run.folder / "run.json", json.dumps(identity))
+    except OSError as error:
+        raise UserError(f"--output: {run.folder} cannot be used ({error}); choose another folder.") from error
+
+
+def clear_false_start(folder: Path) -> None:
+    """Remove what a run left that ended before its first checkpoint, so that it can begin anew."""
+    for name in ("config.yaml", "metrics.jsonl"):
+        (folder / name).unlink(missing_ok=True)
+    for name in ("tensorboard", "checkpoints"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[bool]:
+    """Whether this process now is the only one to train in the folder; held while the context lasts."""
+    with (folder / "sweep.lock").open("a+") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        handle.truncate(0)
+        handle.write(str(os.getpid()))
+        handle.flush()
+        yield True
+
+
+def last_words(folder: Path) -> str:
+    """The last line that a run printed, or nothing."""
+    path = folder / "log.txt"
+    lines = path.read_text(errors="replace").split("\n") if path.is_file() else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _plain(config: TrainConfig) -> dict[str, Any]:
+    return json.loads(json.dumps(asdict(config)))  # tuples become lists, as in YAML
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Options by dotted name."""
+    result = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            result.update(_flat(value, f"{prefix}{name}."))
+        else:
+            result[prefix + name] = value
+    return result

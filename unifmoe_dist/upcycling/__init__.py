@@ -6,8 +6,8 @@
 
 from unifmoe_dist.upcycling.adapters import ADAPTERS, Adapter, DenseFFN
 from unifmoe_dist.upcycling.rebuild import install_rebuild
-from unifmoe_dist.upcycling.upcycle import moe_layers, upcycle
+from unifmoe_dist.upcycling.upcycle import diversity_loss, moe_layers, upcycle
 
 install_rebuild()
 
-__all__ = ["ADAPTERS", "Adapter", "DenseFFN", "moe_layers", "upcycle"]
+__all__ = ["ADAPTERS", "Adapter", "DenseFFN", "diversity_loss", "moe_layers", "upcycle"]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TypeVar, Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from unifmoe_dist.config import LayerChoices, UniFMoEConfig
@@ -106,6 +106,18 @@ def convert(
 def moe_layers(model: nn.Module) -> dict[str, ExpertLayer]:
     """The layers of experts of a model, UniF-MoE's and others, by module name, in the order of the model."""
     return {name: module for name, module in model.named_modules() if isinstance(module, ExpertLayer)}
+
+
+def diversity_loss(model: nn.Module) -> Tensor:
+    """Sum of the Gram losses of a model's UniF-MoE layers, a float32 scalar: add lambda_div (0.01) times it.
+
+    Raises:
+        UserError: the model has no UniF-MoE layer.
+    """
+    losses = [layer.diversity_loss() for layer in moe_layers(model).values()]
+    if not losses:
+        raise UserError(f"{type(model).__name__} has no UniF-MoE layer; call upcycle first.")
+    return torch.stack(losses).sum()
 
 
 def _resolve(layers: Iterable[int], depth: int) -> list[int]:

@@ -1,0 +1,44 @@
+"""A BERT in Hugging Face's Trainer with DeepSpeed.
+
+    python examples/transformers_trainer.py                           one process
+    deepspeed --num_gpus 4 examples/transformers_trainer.py           data parallel, ZeRO 2
+"""
+
+from datasets import Dataset
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer, TrainingArguments
+
+from unifmoe_dist import diversity_loss, upcycle
+from unifmoe_dist.data.acceptability import encoder_path, labelled_sentences
+
+
+class GramTrainer(Trainer):
+    """Adds the Gram loss of the routers."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **options):
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **options)
+        loss = loss + 0.01 * diversity_loss(model)
+        return (loss, outputs) if return_outputs else loss
+
+
+name = str(encoder_path())  # or "bert-large-cased"
+tokenizer = AutoTokenizer.from_pretrained(name)
+model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=2)
+model = upcycle(model, layers=[3, 5], num_experts=4, num_blocks=8)
+
+texts, labels = labelled_sentences()
+rows = Dataset.from_dict({"text": texts[:640], "labels": labels[:640]})
+rows = rows.map(lambda row: tokenizer(row["text"], truncation=True, max_length=64), remove_columns="text")
+
+deepspeed = {
+    "zero_optimization": {"stage": 2},
+    "train_micro_batch_size_per_gpu": "auto",
+    "train_batch_size": "auto",
+    "gradient_clipping": "auto",
+}
+options = TrainingArguments(
+    "runs/transformers-trainer", max_steps=10, per_device_train_batch_size=16, learning_rate=5e-5,
+    deepspeed=deepspeed, logging_steps=5, save_strategy="no", report_to="none",
+)  # fmt: skip
+trainer = GramTrainer(model, options, train_dataset=rows, processing_class=tokenizer)
+print(f"loss {trainer.train().training_loss:.3f}")
+model.save_pretrained("runs/transformers-trainer/model")

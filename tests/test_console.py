@@ -1,0 +1,53 @@
+"""The `unifmoe` command finds the scripts of launch/, passes options on and names what it does not know."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from unifmoe_dist import console
+
+
+@pytest.mark.parametrize("name", console.COMMANDS)
+def test_every_command_has_a_script(name):
+    assert console.script(name).is_file()
+
+
+def test_options_reach_the_script(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["unifmoe", "consolidate", "--help"])
+    with pytest.raises(SystemExit) as exit:
+        console.main()
+    assert exit.value.code == 0
+    assert "safetensors" in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["unifmoe", "trian"])
+    with pytest.raises(SystemExit, match="no command 'trian'; choose one of train, "):
+        console.main()
+
+
+def test_without_a_command_all_are_listed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["unifmoe"])
+    console.main()
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in console.COMMANDS)
+
+
+def test_several_gpus_go_through_the_launcher_but_its_ranks_do_not(monkeypatch):
+    started = []
+    monkeypatch.setattr(console.shutil, "which", lambda name: "/bin/" + name)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr(console.os, "execvp", lambda program, words: started.append(words))
+    monkeypatch.setattr(console.runpy, "run_path", lambda path, run_name: started.append(path))
+    monkeypatch.setattr(sys, "argv", ["unifmoe", "train", "--steps", "3"])
+    for name in ("RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    console.main()
+    assert started[0] == ["deepspeed", str(console.script("train")), "--steps", "3"]
+    started.clear()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(sys, "argv", ["unifmoe", "train"])
+    console.main()
+    assert started == [str(console.script("train"))]

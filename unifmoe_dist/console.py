@@ -1,0 +1,60 @@
+"""The `unifmoe` command: one name for the scripts in launch/, wherever the package is installed."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+COMMANDS = {
+    "train": "train a model (through the deepspeed launcher where there are several GPUs)",
+    "evaluate": "score a saved run",
+    "sweep": "run the experiments of a table",
+    "report": "collect a sweep into tables and plots",
+    "analyze": "diagnostics, figures and a report of a run",
+    "benchmark": "time a layer or a model beside its peers",
+    "scale": "scaling study on the number of experts, and predictions",
+    "data": "prepare and verify data sets",
+    "consolidate": "one weights file from a run",
+    "export": "a Transformers or timm folder from a run",
+    "doctor": "check this environment",
+}
+
+
+def script(name: str) -> Path:
+    """launch/NAME.py: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).parent
+    folder = package / "launch" if (package / "launch").is_dir() else package.parent / "launch"
+    return folder / f"{name}.py"
+
+
+def usage() -> str:
+    lines = [f"  {name:12} {text}" for name, text in COMMANDS.items()]
+    return "usage: unifmoe COMMAND [options]; unifmoe COMMAND --help lists its options\n\n" + "\n".join(lines)
+
+
+def main() -> None:
+    """Run the script of the command that the first argument names."""
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return
+    name, rest = arguments[0], arguments[1:]
+    if name not in COMMANDS:
+        sys.exit(f"error: unifmoe has no command {name!r}; choose one of {', '.join(COMMANDS)}.")
+    path = script(name)
+    if name == "train" and _several_gpus() and shutil.which("deepspeed"):
+        os.execvp("deepspeed", ["deepspeed", str(path), *rest])
+    sys.argv = [str(path), *rest]
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def _several_gpus() -> bool:
+    """Whether there are several, and no launcher has started this process as one of its ranks."""
+    if "RANK" in os.environ or "OMPI_COMM_WORLD_SIZE" in os.environ or "SLURM_PROCID" in os.environ:
+        return False
+    import torch
+
+    return torch.cuda.device_count() > 1

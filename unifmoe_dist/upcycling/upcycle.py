@@ -114,7 +114,7 @@ def diversity_loss(model: nn.Module) -> Tensor:
     Raises:
         UserError: the model has no UniF-MoE layer.
     """
-    losses = [layer.diversity_loss() for layer in moe_layers(model).values()]
+    losses = [layer.diversity_loss() for layer in moe_layers(model).values() if isinstance(layer, UniFMoELayer)]
     if not losses:
         raise UserError(f"{type(model).__name__} has no UniF-MoE layer; call upcycle first.")
     return torch.stack(losses).sum()

@@ -6,6 +6,8 @@ TRITON_INTERPRET=1 before anything imports Triton. The interpreter is slow, so s
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,10 +24,11 @@ from unifmoe_dist.kernels import (
     reference_block_ffn,
     trial,
     triton_ffn,
+    triton_routing,
     use_kernels,
 )
 from unifmoe_dist.kernels.triton_ffn import TritonOptions, triton_block_ffn
-from unifmoe_dist.kernels.triton_plan import count_groups, make_plan
+from unifmoe_dist.kernels.triton_plan import count_groups, make_plan, scan_groups
 from unifmoe_dist.kernels.triton_routing import triton_route
 from unifmoe_dist.kernels.triton_tuning import first_tiles
 from unifmoe_dist.routing import Routing, route
@@ -496,3 +499,17 @@ def test_trial_finds_a_faulty_kernel(fault, monkeypatch):
     with pytest.warns(UserWarning, match="Triton is not used for block-sparse experts"):
         assert not trial.ffn_works(random(4, 48), bank(2, 48, 64, 2).weights())
     trial._ffn_works.cache_clear()
+
+
+def test_trial_finds_wrong_counts(monkeypatch):
+    """Experts would compute the wrong rows."""
+
+    def faulty(*arguments):
+        offsets = scan_groups(*arguments)
+        return replace(offsets, totals=offsets.totals.roll(1, 0))
+
+    monkeypatch.setattr(triton_routing, "scan_groups", faulty)
+    trial._routing_works.cache_clear()
+    with pytest.warns(UserWarning, match="Triton is not used for routing"):
+        assert not trial.routing_works(random(4, 16), 4, 3)
+    trial._routing_works.cache_clear()

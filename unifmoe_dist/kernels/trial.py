@@ -76,12 +76,20 @@ def _routing_works(device: torch.device, dtype: torch.dtype, dim: int, columns: 
             x_leaf, w_leaf = x.detach().requires_grad_(), weight.detach().requires_grad_()
             r: Routing = decide(x_leaf, w_leaf, prototypes)
             grads = torch.autograd.grad(r.shared_demand.square().sum() + r.gates.square().sum(), [x_leaf, w_leaf])
-            decisions = [r.shared_blocks.float().mean(0), (r.gates != 0).float().mean(0)]
+            decisions = [r.shared_blocks.float().mean(0), (r.gates != 0).float().mean(0), _group_sizes(r) / _TOKENS]
             pairs.append([r.shared_demand.detach(), r.affinity.detach(), *decisions, *grads])
         return list(zip(*pairs, strict=True))
 
     # A token whose decision is within rounding may fall either way: one in a hundred may.
     return _proven(f"routing of width {dim} to {columns - 1} experts in {dtype}", 2e-2, compare)
+
+
+def _group_sizes(routing: Routing) -> Tensor:
+    """(K + 1, B) rows of every (expert, block) group, as the kernels counted them or from the decision."""
+    if routing.by_products is not None:
+        return routing.by_products.group_offsets.totals.float()
+    shared, active = routing.shared_blocks.float(), (routing.gates != 0).float()
+    return torch.cat([shared.sum(0, keepdim=True), active.T @ (1 - shared)])
 
 
 class _Draw:

@@ -63,7 +63,8 @@ def measure_cost(
         repeats: Timed steps.
         warmup: Steps before.
     """
-    eval_seconds, eval_memory = _inference(build().to(device).eval(), _move(eval_inputs, device), device, repeats, warmup)
+    held_out = _move(eval_inputs, device)
+    eval_seconds, eval_memory = _inference(build().to(device).eval(), held_out, device, repeats, warmup)
     inputs, labels = _move(train_batch[0], device), train_batch[1].to(device)
     trained = build().to(device).train()
     optimizer = torch.optim.Adam(trained.parameters(), lr=1e-5)

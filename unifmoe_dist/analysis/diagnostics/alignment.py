@@ -27,6 +27,10 @@ class SharedSets:
     shared: Tensor
     ratio: Tensor
 
+    def none_shared(self) -> SharedSets:
+        """The same pairs with empty shared sets: every response is residual, which is what controls compare with."""
+        return SharedSets(self.delta, self.alignment, torch.zeros_like(self.shared), torch.zeros_like(self.ratio))
+
 
 def value_alignment(values: Tensor) -> Tensor:
     """c_ijh (P, C) of value rows (K, C, d), pairs in the order of `expert_pairs`.

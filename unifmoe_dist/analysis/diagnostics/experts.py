@@ -31,10 +31,12 @@ class FrozenExperts:
     activation 1: it is the last row of `values`, and like any other is shared by a pair of experts where the two rows
     are aligned. It counts in no shared ratio, whose H channels are those of the paper.
 
+    Everything is float64 where it is not cast.
+
     Args:
-        keys: (K, H, d) float64.
-        key_bias: (K, H) float64.
-        values: (K, C, d) float64; C is H, or H + 1 with a down bias.
+        keys: (K, H, d).
+        key_bias: (K, H).
+        values: (K, C, d); C is H, or H + 1 with a down bias.
         activation: Its name.
     """
 
@@ -78,6 +80,11 @@ class FrozenExperts:
         if down_biases:
             values = torch.cat([values, torch.stack(down_biases).double()[:, None]], dim=1)
         return FrozenExperts(keys, key_bias, values, activation)
+
+    def to(self, dtype: torch.dtype) -> FrozenExperts:
+        return FrozenExperts(
+            self.keys.to(dtype), self.key_bias.to(dtype), self.values.to(dtype), self.activation
+        )
 
     def activations(self, x: Tensor) -> Tensor:
         """(K, N, C): what every channel of every expert multiplies its value by, for (N, d) tokens."""

@@ -48,7 +48,7 @@ class Reconstruction:
 
 @dataclass(frozen=True)
 class Responses:
-    """Outputs of n tokens: original (n, d), shared (n, d), residual of every expert (n, K, d)."""
+    """Outputs of n tokens: original (n, d), shared (n, d), residual of every expert (n, K, d); dtype of the experts."""
 
     original: Tensor
     shared: Tensor
@@ -71,12 +71,12 @@ def responses(
     """
     hidden = experts.activations(x)
     members = expert_pairs(experts.num_experts).to(x.device)[pair]
-    chosen = scores.double().gather(1, members)
+    chosen = scores.to(hidden.dtype).gather(1, members)
     none = chosen.new_zeros(len(x), experts.num_experts)
     gates = none.scatter(1, members, chosen / chosen.sum(1, keepdim=True))
     merge = none.scatter(1, members, 0.5) if averaging == "uniform" else gates
 
-    common = shared[pair].double()
+    common = shared[pair].to(hidden.dtype)
     by_expert = torch.bmm(hidden * common, experts.values).transpose(0, 1)
     residual = torch.bmm(hidden * (1 - common), experts.values).transpose(0, 1)
     merged = torch.einsum("nk,nkd->nd", merge, by_expert)

@@ -5,10 +5,10 @@ bias, as the original (eq. vanilla-router), starts anew from a seed; its two gat
 are; it minimises the mean squared error of the residual target relative to the squared output,
 `||sum_{e in top-2} g_e E_e^R(x) - r(x)||^2 / max(||y_orig(x)||, eta)^2`, with Adam.
 
-The original router with renormalised gates would bring this loss to exactly 0, so a new order tells of two things: that
-the residual responses no longer single out the original pair, and that training started elsewhere. `train_router` on
-problems whose shared sets are empty, from the same seed, is the control that holds the second apart.
-`task_router.py` trains the same router on the task loss instead, which has no such optimum.
+The original router with renormalised gates would bring this loss to exactly 0, so a changed ranking only tells that
+training started elsewhere and that the residual responses no longer single out the original pair. `train_router` on
+problems whose shared sets are empty, from the same seed, is the control that holds the two apart. `task_router.py`
+trains the router on the task loss instead, which has no such optimum: prefer it where the model and data are at hand.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from unifmoe_dist.analysis.diagnostics.alignment import SharedSets, shared_sets
@@ -59,7 +58,7 @@ class Diagnosis:
         coactivation: Correlation of the shared ratio with it (observation 1).
         transition: From the original ranking to the residual router's (observation 2).
         control: From the original ranking to that of a router trained alike, from the same seed, on complete
-            responses; None where the residual logits were given.
+            responses; None where only the residual logits were given.
         router_error: Mean relative squared error of the residual router; None where the residual logits were given.
         demand: k_eps for every tolerance, shared responses merged by the gates (observation 3).
         demand_uniform: The same, shared responses merged by one half each.
@@ -88,6 +87,7 @@ def diagnose(
     scores: Tensor,
     settings: Settings | None = None,
     residual_logits: Tensor | None = None,
+    control_logits: Tensor | None = None,
 ) -> Diagnosis:
     """Run the three observations.
 
@@ -96,14 +96,15 @@ def diagnose(
         x: (N, d) tokens that reach the layer, for example from `capture`.
         scores: (N, K) original affinities s(x) of all experts, not of the chosen ones alone.
         settings: Defaults are the paper's.
-        residual_logits: (N, K) of a residual router trained elsewhere (`task_router.py`); None trains one to
-            reconstruct the residual target (`router_training.py`).
+        residual_logits: (N, K) of a residual router trained elsewhere (`train_router_on_task`); None trains one, and
+            its control, to reconstruct the residual target (`router_training.py`).
+        control_logits: (N, K) of the control trained elsewhere, alike.
 
     Raises:
         UserError: Shapes disagree, or there are no tokens.
     """
     settings = settings or Settings()
-    _check(experts, x, scores, residual_logits)
+    _check(experts, x, scores=scores, residual_logits=residual_logits, control_logits=control_logits)
     scores = scores.double()
     pair = top_pair(scores)
     sets = shared_sets(experts, settings.delta)
@@ -113,12 +114,10 @@ def diagnose(
         return reconstruction_problems(experts, given, pair, scores, x, averaging, settings.chunk)
 
     problem = problems(sets, "gates")
-    control, error = None, None
+    error = None
     if residual_logits is None:
         residual_logits, error = train_router(x, problem, settings.router)
-        whole = SharedSets(sets.delta, sets.alignment, torch.zeros_like(sets.shared), torch.zeros_like(sets.ratio))
-        complete_logits, _ = train_router(x, problems(whole, "gates"), settings.router)
-        control = rank_transition(scores, complete_logits)
+        control_logits, _ = train_router(x, problems(sets.none_shared(), "gates"), settings.router)
     order = expert_order(residual_logits)
 
     def demands(of: Reconstruction) -> list[DemandStatistics]:
@@ -139,19 +138,19 @@ def diagnose(
         frequency=frequency,
         coactivation=pearson(sets.ratio, frequency),
         transition=rank_transition(scores, residual_logits),
-        control=control,
+        control=None if control_logits is None else rank_transition(scores, control_logits),
         router_error=error,
         demand=demands(problem),
         demand_uniform=demands(problems(sets, "uniform")),
     )
 
 
-def _check(experts: FrozenExperts, x: Tensor, scores: Tensor, residual_logits: Tensor | None) -> None:
+def _check(experts: FrozenExperts, x: Tensor, **rows: Tensor | None) -> None:
     if x.ndim != 2 or x.shape[1] != experts.keys.shape[2] or len(x) == 0:
         raise UserError(
             f"tokens have shape {tuple(x.shape)}; the diagnostics need (N, {experts.keys.shape[2]}) with N at least 1."
         )
     expected = (len(x), experts.num_experts)
-    for name, tensor in (("scores", scores), ("residual_logits", residual_logits)):
+    for name, tensor in rows.items():
         if tensor is not None and tuple(tensor.shape) != expected:
             raise UserError(f"{name} have shape {tuple(tensor.shape)}, but tokens and experts ask for {expected}.")

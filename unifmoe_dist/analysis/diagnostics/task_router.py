@@ -1,7 +1,9 @@
 """The residual router trained on the task loss, everything but this router frozen.
 
-The layer's output becomes the shared response of each token's original pair plus the new router's top-2 of the
-residual responses: `y = S_ij(x) + sum_{e in top-2} g_e E_e^{R_ij}(x)`.
+This is the objective to prefer where the model and its data are at hand: unlike reconstruction, it does not have the
+original router for its optimum. With `sets.none_shared()` it trains the control, on complete responses. The layer's
+output becomes the shared response of each token's original pair plus the new router's top-2 of the residual responses:
+`y = S_ij(x) + sum_{e in top-2} g_e E_e^{R_ij}(x)`.
 """
 
 from __future__ import annotations
@@ -40,12 +42,12 @@ def train_router_on_task(
         training: Steps, learning rate and seed.
 
     Returns:
-        The router's weight (K, d) float64; `x @ weight.T` are the residual logits.
+        The router's weight (K, d) float32; `x @ weight.T` are the residual logits.
     """
-    experts = FrozenExperts.of(layer)
+    experts = FrozenExperts.of(layer).to(torch.float32)
     device = experts.keys.device
     start = new_router(experts.keys.shape[2], experts.num_experts, training.seed)
-    weight = nn.Parameter(start.double().to(device))
+    weight = nn.Parameter(start.to(device))
     optimizer = torch.optim.Adam([weight], lr=training.lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, training.steps)
     hook = layer.register_forward_hook(_ResidualOutput(experts, sets, weight), with_kwargs=True)
@@ -79,6 +81,6 @@ class _ResidualOutput:
         with torch.no_grad():
             scores = layer.route(tokens).affinity
             parts = responses(self.experts, self.sets.shared, top_pair(scores), scores, tokens, "gates")
-        gates = top2_gates(tokens.double() @ self.weight.T)
+        gates = top2_gates(tokens.float() @ self.weight.T)
         y = parts.shared + torch.einsum("nk,nkd->nd", gates, parts.residual)
         return y.to(output.dtype).view_as(output)

@@ -359,7 +359,12 @@ def test_planted_sharing_shows_in_all_three_observations(tmp_path):
         assert (loose.mean_demand <= tight.mean_demand + 1e-12)[tight.tokens > 0].all()
 
     paths = write_diagnosis(found, tmp_path / "new")
-    assert {p.name for p in paths} == {"diagnosis.json", "pairs.csv", "rank_transition.csv", "demand_cdf.csv"}
+    assert {p.name for p in paths} == {
+        "diagnosis.json", "alignment.csv", "pairs.csv", "rank_transition.csv", "demand_cdf.csv",
+    }  # fmt: skip
+    with (tmp_path / "new/alignment.csv").open() as handle:
+        rows = list(csv.DictReader(handle))
+    assert len(rows) == 24 and float(rows[0]["c_0_1"]) == pytest.approx(1)
     record = json.loads((tmp_path / "new/diagnosis.json").read_text())
     assert record["correlation_ratio_coactivation"]["r"] == pytest.approx(found.coactivation.r)
     assert len(record["pairs"]) == 15 and record["settings"]["delta"] == 0.98

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -30,7 +31,7 @@ from unifmoe_dist.analysis.usage_maps import (
     patch_compute,
     text_compute,
 )
-from unifmoe_dist.analysis.usage_study import coactivation_change, distribution, study_layer
+from unifmoe_dist.analysis.usage_study import coactivation_change, distribution, study_layer, usage_record
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.routing import Router, Routing
 
@@ -66,6 +67,9 @@ def test_layer_usage_by_hand():
     assert got.gram[0].tolist() == [1, 2, 0, 0] and got.gram[1, 1] == 5
     assert got.gram_distance == pytest.approx(math.sqrt(2 * 2**2 + 4**2))
     assert got.gram_distance == pytest.approx(router.diversity_loss().item())
+    record = json.loads(json.dumps(usage_record(got)))
+    assert record["block_compute"]["quantiles"]["0.5"] == 6 and record["coactivation"][1][2] == 0.25
+    assert record["mean_pair_coactivation"] == got.mean_pair_coactivation
 
 
 def test_distribution_by_hand():

@@ -16,7 +16,7 @@ class RoutingLayer(Protocol):
     """An MoE layer that tells how it routes: UniF-MoE's and every baseline's."""
 
     def route(self, x: Tensor) -> Any:
-        """Decision for (N, d) tokens: a dataclass whose tensors have N rows, with `affinity` and `gates` (N, K)."""
+        """Decision for (N, d) tokens: a dataclass with `gates` (N, K), and with `affinity` or `scores` (N, K)."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,11 @@ class Capture:
     item: Tensor
     position: Tensor
     tokens: Tensor | None
+
+
+def expert_scores(routing: Any) -> Tensor:
+    """(N, K), how well every expert fits the token, chosen or not: UniF-MoE's affinity, another layer's scores."""
+    return routing.affinity if hasattr(routing, "affinity") else routing.scores
 
 
 @torch.no_grad()
@@ -105,7 +110,7 @@ class _Recorder:
 def _concatenate(routings: list[Any]) -> Any:
     """One decision, on the CPU, of several of one dataclass; only tensors with a row per token are kept."""
     columns = {field.name: [getattr(r, field.name) for r in routings] for field in fields(routings[0])}
-    rows = [len(r.affinity) for r in routings]
+    rows = [len(r.gates) for r in routings]
     joined = {
         name: torch.cat(column).cpu()
         if all(torch.is_tensor(t) and t.shape[:1] == (n,) for t, n in zip(column, rows, strict=True))

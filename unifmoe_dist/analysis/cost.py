@@ -118,15 +118,15 @@ def layer_cost(layer: Any, usage: UsageSummary, tokens: float) -> LayerCost:
     """Count one MoE layer from what it executed.
 
     Args:
-        layer: Holds its routed experts as `experts`, those that every token uses in other `BlockExperts`, and has
-            `route`.
-        usage: `block_compute` in blocks of its experts; `expert_count` routed experts per token.
+        layer: Holds its routed experts as `experts` and those that every token uses in other `BlockExperts`; its
+            `config` has the dense FFN's hidden_dim and the num_blocks that `block_compute` counts; it has `route`.
+        usage: What its tokens executed.
         tokens: Tokens per item.
     """
     bank: BlockExperts = layer.experts
     banks = [module for module in layer.modules() if isinstance(module, BlockExperts)]
-    _, hidden, dim = bank.keys.shape
-    width = hidden // bank.num_blocks
+    dim = bank.keys.shape[2]
+    width = layer.config.hidden_dim / layer.config.num_blocks
     channel = 2 * dim + (bank.key_bias is not None)
     experts_used = usage.expert_count + len(banks) - 1
     used = usage.block_compute * width * channel + experts_used * (0 if bank.value_bias is None else dim)

@@ -1,12 +1,13 @@
 """The paper's cost table (VLCS, DeiT-S/16, layers 8 and 10), and a derivation that reproduces its N, N_A and FLOPs.
 
 The paper does not say how its numbers were counted. The rules of `cost.py` and the settings below reproduce all of
-them to the last printed digit; settings that the paper leaves open were inferred from the table and are marked so.
+them to the last printed digit; settings that the paper does not give are marked (inferred).
 
 - GMoE: 6 experts, top-2, a cosine router (projection to 256 with bias, 256 x 6, a temperature). Its FLOPs are those of
-  3 experts per token, not 2: Tutel's buffers at GMoE's capacity factor 1.5 (inferred). Executed alone it is 9.50.
-- EMoE: the FFN cut into 24 experts of 64 channels with a down bias each, top-4, a 24 x 384 gate (all inferred). FLOPs
-  again with capacity factor 1.5: a quarter of the FFN, not a sixth.
+  3 experts per token, not 2: padded buffers at the capacity factor 1.5 of GMoE's code (inferred). Executed alone it
+  is 9.50.
+- EMoE: the FFN cut into 24 experts of 64 channels with a down bias each, top-4, a 24 x 384 gate: the setting of EMoE's
+  DomainBed code (inferred). FLOPs again with capacity factor 1.5: a quarter of the FFN, not a sixth.
 - DynMoE: 8 experts (inferred). N_A gives a mean k of 2.54, but FLOPs are those of all 8 experts for every token.
 - UniF-MoE: N is 6 more FFNs and a 7 x 384 router per layer. N_A gives a mean C_B of 9.21 blocks (of 8 in a dense FFN),
   and FLOPs of just those blocks are the 8.70 printed. So UniF-MoE alone is counted by what tokens execute: the printed

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping
 
 from unifmoe_dist.analysis.cost import FLOP_UNIT, PARAMETER_UNIT, Cost
 from unifmoe_dist.analysis.cost_measure import MEMORY_UNIT, MeasuredCost
+from unifmoe_dist.analysis.records import csv_text
 
 STATISTICS = ("N", "N_A", "FLOPs", "T-TPS", "I-TPS", "T-RTM", "I-RTM")
 
@@ -53,14 +52,17 @@ def csv_table(
     columns: Mapping[str, Mapping[str, float]], published: Mapping[str, Mapping[str, float]] | None = None
 ) -> str:
     """CSV with one row per method and statistic: method, statistic, value, published."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["method", "statistic", "value", "published"])
-    for method, column in columns.items():
-        for name in STATISTICS:
-            if name in column:
-                writer.writerow([method, name, column[name], (published or {}).get(method, {}).get(name, "")])
-    return text.getvalue()
+    return csv_text(
+        [
+            {
+                "method": method, "statistic": name, "value": column[name],
+                "published": (published or {}).get(method, {}).get(name, ""),
+            }
+            for method, column in columns.items()
+            for name in STATISTICS
+            if name in column
+        ]
+    )  # fmt: skip
 
 
 def _cell(name: str, column: Mapping[str, float], published: Mapping[str, float] | None) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from unifmoe_dist.analysis.diagnostics.pairs import expert_pairs
+from unifmoe_dist.analysis.records import plain
 from unifmoe_dist.routing import Router, Routing
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -89,6 +91,14 @@ def study_layer(routing: Routing, router: Router) -> LayerUsage:
         block_load=routing.shared_blocks.double().mean(0).tolist(),
         coactivation=active.T @ active / tokens,
         gram=weight @ weight.T,
+    )
+
+
+def usage_record(usage: LayerUsage) -> dict[str, Any]:
+    """Everything, as JSON can hold it."""
+    return plain(
+        asdict(usage)
+        | {"mean_pair_coactivation": usage.mean_pair_coactivation, "gram_distance": usage.gram_distance}
     )
 
 

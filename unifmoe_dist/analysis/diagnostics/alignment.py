@@ -19,7 +19,7 @@ class SharedSets:
         delta: Least alignment of a shared channel.
         alignment: (P, C) float64, cosine c_ijh of the value rows; C counts the down bias as a last channel, if any.
         shared: (P, C) bool, S_ij(delta); its complement is R_ij.
-        ratio: (P,) float64, rho_ij(delta): shared fraction of the H hidden channels.
+        ratio: (P,) float64 on the CPU, rho_ij(delta): shared fraction of the H hidden channels.
     """
 
     delta: float
@@ -49,4 +49,4 @@ def shared_sets(experts: FrozenExperts, delta: float = 0.98) -> SharedSets:
     """Alignment, shared sets and shared ratios of all pairs."""
     alignment = value_alignment(experts.values)
     shared = alignment >= delta
-    return SharedSets(delta, alignment, shared, shared[:, : experts.hidden_dim].double().mean(1))
+    return SharedSets(delta, alignment, shared, shared[:, : experts.hidden_dim].double().mean(1).cpu())

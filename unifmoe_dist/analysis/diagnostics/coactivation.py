@@ -19,8 +19,8 @@ class Correlation:
 
 
 def coactivation_frequency(pair: Tensor, num_pairs: int) -> Tensor:
-    """(P,) float64: fraction of tokens routed to each pair, from the tokens' pairs (N,) as `top_pair` gives them."""
-    return torch.bincount(pair, minlength=num_pairs).double() / max(len(pair), 1)
+    """(P,) float64 on the CPU: fraction of tokens routed to each pair, given those of N tokens (`top_pair`)."""
+    return torch.bincount(pair, minlength=num_pairs).double().cpu() / max(len(pair), 1)
 
 
 def pearson(first: Tensor, second: Tensor) -> Correlation:

@@ -94,7 +94,7 @@ def diagnose(
     Args:
         experts: The layer's K experts, for example `FrozenExperts.of(layer)`.
         x: (N, d) tokens that reach the layer, for example from `capture`.
-        scores: (N, K) original affinities s(x) of all experts, not of the chosen ones alone.
+        scores: (N, K) original softmax scores s(x) of all experts, not of the chosen ones alone (`expert_scores`).
         settings: Defaults are the paper's.
         residual_logits: (N, K) of a residual router trained elsewhere (`train_router_on_task`); None trains one, and
             its control, to reconstruct the residual target (`router_training.py`).
@@ -105,7 +105,8 @@ def diagnose(
     """
     settings = settings or Settings()
     _check(experts, x, scores=scores, residual_logits=residual_logits, control_logits=control_logits)
-    scores = scores.double()
+    device = experts.keys.device
+    x, scores = x.to(device), scores.to(device).double()
     pair = top_pair(scores)
     sets = shared_sets(experts, settings.delta)
     frequency = coactivation_frequency(pair, len(sets.ratio))
@@ -118,6 +119,7 @@ def diagnose(
     if residual_logits is None:
         residual_logits, error = train_router(x, problem, settings.router)
         control_logits, _ = train_router(x, problems(sets.none_shared(), "gates"), settings.router)
+    residual_logits = residual_logits.to(device)
     order = expert_order(residual_logits)
 
     def demands(of: Reconstruction) -> list[DemandStatistics]:
@@ -138,7 +140,7 @@ def diagnose(
         frequency=frequency,
         coactivation=pearson(sets.ratio, frequency),
         transition=rank_transition(scores, residual_logits),
-        control=None if control_logits is None else rank_transition(scores, control_logits),
+        control=None if control_logits is None else rank_transition(scores, control_logits.to(device)),
         router_error=error,
         demand=demands(problem),
         demand_uniform=demands(problems(sets, "uniform")),

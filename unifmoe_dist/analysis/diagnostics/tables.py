@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from unifmoe_dist.analysis.diagnostics.demand_statistics import DemandStatistics
 from unifmoe_dist.analysis.diagnostics.study import Diagnosis
 from unifmoe_dist.analysis.diagnostics.transitions import RankTransition
+from unifmoe_dist.analysis.records import csv_text, plain
 from unifmoe_dist.engine.checkpoint import write_text
 
 
 def as_record(diagnosis: Diagnosis) -> dict[str, Any]:
-    """Everything but the per-channel alignments, with None for numbers that do not exist (JSON has no NaN)."""
+    """Everything but the per-channel alignments, which have a file of their own."""
     d = diagnosis
     record = {
         "settings": asdict(d.settings),
@@ -35,21 +31,29 @@ def as_record(diagnosis: Diagnosis) -> dict[str, Any]:
         "demand": [_demand(statistics) for statistics in d.demand],
         "demand_uniform_averaging": [_demand(statistics) for statistics in d.demand_uniform],
     }
-    return _plain(record)
+    return plain(record)
 
 
 def write_diagnosis(diagnosis: Diagnosis, folder: Path) -> list[Path]:
-    """Write diagnosis.json, pairs.csv, rank_transition.csv and demand_cdf.csv; returns their paths."""
+    """Write diagnosis.json and, as CSV, alignment, pairs, rank_transition and demand_cdf; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = {
         "diagnosis.json": json.dumps(as_record(diagnosis), indent=1),
-        "pairs.csv": _csv(pair_rows(diagnosis)),
-        "rank_transition.csv": _csv(transition_rows(diagnosis)),
-        "demand_cdf.csv": _csv(cdf_rows(diagnosis)),
+        "alignment.csv": csv_text(alignment_rows(diagnosis)),
+        "pairs.csv": csv_text(pair_rows(diagnosis)),
+        "rank_transition.csv": csv_text(transition_rows(diagnosis)),
+        "demand_cdf.csv": csv_text(cdf_rows(diagnosis)),
     }
     for name, text in texts.items():
         write_text(folder / name, text)
     return [folder / name for name in texts]
+
+
+def alignment_rows(diagnosis: Diagnosis) -> list[dict[str, Any]]:
+    """One row per channel: the alignment c_ijh of every pair. A last channel beyond H - 1 is the down bias."""
+    names = [f"c_{i}_{j}" for i, j in diagnosis.pairs]
+    columns = diagnosis.sets.alignment.T.tolist()
+    return [{"channel": h} | dict(zip(names, row, strict=True)) for h, row in enumerate(columns)]
 
 
 def pair_rows(diagnosis: Diagnosis) -> list[dict[str, Any]]:
@@ -104,23 +108,3 @@ def _demand(statistics: DemandStatistics) -> dict[str, Any]:
         name: asdict(group) | {"success_at_2": group.success(2)} for name, group in statistics.groups.items()
     }
     return asdict(statistics) | {"groups": groups}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        value = value.tolist()
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _csv(rows: list[dict[str, Any]]) -> str:
-    if not rows:
-        return ""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()

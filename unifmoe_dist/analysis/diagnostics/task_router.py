@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unifmoe_dist.analysis.capture import expert_scores
 from unifmoe_dist.analysis.diagnostics.alignment import SharedSets
 from unifmoe_dist.analysis.diagnostics.experts import FrozenExperts
 from unifmoe_dist.analysis.diagnostics.pairs import top_pair
@@ -79,7 +80,7 @@ class _ResidualOutput:
         x: Tensor = args[0] if args else kwargs["x"]
         tokens = x.reshape(-1, x.shape[-1])
         with torch.no_grad():
-            scores = layer.route(tokens).affinity
+            scores = expert_scores(layer.route(tokens))
             parts = responses(self.experts, self.sets.shared, top_pair(scores), scores, tokens, "gates")
         gates = top2_gates(tokens.float() @ self.weight.T)
         y = parts.shared + torch.einsum("nk,nkd->nd", gates, parts.residual)

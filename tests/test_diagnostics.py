@@ -171,15 +171,22 @@ def test_responses_by_hand():
     sets = shared_sets(experts)
     x, scores = torch.tensor([[2.0, 3.0]]), torch.tensor([[0.6, 0.2, 0.1]])
     pair = top_pair(scores)
-    got = responses(experts, sets.shared, pair, scores, x, "gates")
-    expected = {"original": [[3.25, 2.25]], "shared": [[2.5, 0.0]], "residual": [[[0.0, 3], [3, 0], [3, 3]]]}
-    for name, value in expected.items():
-        assert torch.allclose(getattr(got, name), torch.tensor(value, dtype=torch.float64), atol=1e-7), name
-    uniform = responses(experts, sets.shared, pair, scores, x, "uniform")
-    assert torch.allclose(uniform.shared, torch.tensor([[3.0, 0.0]], dtype=torch.float64))
-    assert torch.equal(uniform.original, got.original)
+    got = responses(experts, sets.shared, pair, scores, x)
+    for found, value in (
+        (got.gates, [[0.75, 0.25, 0]]),
+        (got.original, [[3.25, 2.25]]),
+        (got.merged("gates"), [[2.5, 0.0]]),
+        (got.merged("uniform"), [[3.0, 0.0]]),
+        (got.residual, [[[0.0, 3], [3, 0], [3, 3]]]),
+    ):
+        assert torch.allclose(found, torch.tensor(value, dtype=torch.float64), atol=1e-7)
 
-    problem = reconstruction_problems(experts, sets, pair, scores, x)
+    problems = reconstruction_problems(experts, sets, pair, scores, x)
+    assert problems.uniform.target_square.item() == pytest.approx(0.25**2 + 2.25**2)
+    # complete experts: E_0 = (2, 3), E_1 = (7, 0), E_2 = (3, 5); products with y
+    assert torch.allclose(problems.complete.products[0], torch.tensor([13.25, 22.75, 21.0], dtype=torch.float64))
+    assert problems.complete.target_square.equal(problems.residual.output_square)
+    problem = problems.residual
     assert torch.allclose(problem.gram[0], torch.tensor([[9.0, 0, 9], [0, 9, 9], [9, 9, 18]], dtype=torch.float64))
     assert torch.allclose(problem.products[0], torch.tensor([6.75, 2.25, 9.0], dtype=torch.float64))
     assert problem.target_square[0].item() == pytest.approx(0.75**2 + 2.25**2)
@@ -203,7 +210,7 @@ def test_demand_takes_the_first_prefix_or_the_sentinel():
     assert functional_demand(errors, 0.1).tolist() == [2, 3, 1]
 
 
-@pytest.mark.parametrize("averaging", ["gates", "uniform"])
+@pytest.mark.parametrize("averaging", ["residual", "uniform"])
 def test_batched_errors_equal_the_equations_token_by_token(averaging):
     """Every e_m by the letter: stacked residual rows, ridge solution by lstsq on the augmented system, y-hat."""
     experts = random_experts()
@@ -213,7 +220,8 @@ def test_batched_errors_equal_the_equations_token_by_token(averaging):
     sets = shared_sets(experts)
     assert 0 < sets.ratio.max() < 1
     pair = top_pair(scores)
-    got = prefix_errors(reconstruction_problems(experts, sets, pair, scores, x, averaging, chunk=4), order)
+    problems = reconstruction_problems(experts, sets, pair, scores, x, chunk=4)
+    got = prefix_errors(getattr(problems, averaging), order)
 
     for n in range(len(x)):
         i, j = expert_pairs(4)[pair[n]].tolist()
@@ -241,7 +249,7 @@ def test_whole_prefix_recovers_a_target_in_its_span():
     experts = random_experts(num_experts=3, hidden=8, dim=6)
     g = torch.Generator().manual_seed(2)
     x, scores = torch.randn(50, 6, generator=g), torch.softmax(torch.randn(50, 3, generator=g), 1)
-    problem = reconstruction_problems(experts, shared_sets(experts), top_pair(scores), scores, x)
+    problem = reconstruction_problems(experts, shared_sets(experts), top_pair(scores), scores, x).residual
     errors = prefix_errors(problem, expert_order(torch.randn(50, 3, generator=g)))
     assert errors[:, -1].max() < 1e-3
     original_first = prefix_errors(problem, expert_order(scores))

@@ -11,7 +11,8 @@ target drown in rounding, tolerances of interest are 1e-2 and above.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
@@ -22,6 +23,7 @@ from unifmoe_dist.analysis.diagnostics.experts import FrozenExperts
 from unifmoe_dist.analysis.diagnostics.pairs import expert_pairs
 
 Averaging = Literal["gates", "uniform"]
+"""How the two shared responses are merged: by the original gates (eq. diagnostic-shared), or by one half each."""
 
 
 @dataclass(frozen=True)
@@ -47,67 +49,98 @@ class Reconstruction:
 
 
 @dataclass(frozen=True)
-class Responses:
-    """Outputs of n tokens: original (n, d), shared (n, d), residual of every expert (n, K, d); dtype of the experts."""
+class Problems:
+    """What a layer's tokens ask for, under the three readings that the study compares.
 
-    original: Tensor
+    Args:
+        residual: Residual target and residual outputs, shared responses merged by the gates.
+        uniform: The same, merged by one half each.
+        complete: Nothing extracted: the original output from complete experts, for the control.
+    """
+
+    residual: Reconstruction
+    uniform: Reconstruction
+    complete: Reconstruction
+
+
+@dataclass(frozen=True)
+class Responses:
+    """Outputs of n tokens, split at the shared set of each token's original pair; dtype of the experts.
+
+    Args:
+        gates: (n, K), s~: the pair's original gates, renormalised; 0 elsewhere.
+        shared: (n, K, d), shared part of every expert's output.
+        residual: (n, K, d), the rest of it.
+    """
+
+    gates: Tensor
     shared: Tensor
     residual: Tensor
 
+    @property
+    def original(self) -> Tensor:
+        """(n, d), y_orig of eq. diagnostic-original."""
+        return torch.einsum("nk,nkd->nd", self.gates, self.shared + self.residual)
 
-def responses(
-    experts: FrozenExperts, shared: Tensor, pair: Tensor, scores: Tensor, x: Tensor, averaging: Averaging
-) -> Responses:
-    """Split the response of every token's original pair into a shared and a residual part.
+    def merged(self, averaging: Averaging) -> Tensor:
+        """(n, d), the shared responses of the pair, merged once."""
+        weights = self.gates if averaging == "gates" else (self.gates > 0).to(self.gates) / 2
+        return torch.einsum("nk,nkd->nd", weights, self.shared)
+
+
+def responses(experts: FrozenExperts, shared: Tensor, pair: Tensor, scores: Tensor, x: Tensor) -> Responses:
+    """Compute all experts on n tokens.
 
     Args:
         experts: The experts.
         shared: (P, C) bool, shared channels of every pair.
         pair: (n,) original top-2 pair of each token.
-        scores: (n, K) original gates s(x), of which the two largest are renormalised.
+        scores: (n, K) original scores s(x).
         x: (n, d) tokens.
-        averaging: "gates" merges the shared responses by the original gates (eq. diagnostic-shared); "uniform" by one
-            half each, the paper's variant. The original output always keeps its gates.
     """
     hidden = experts.activations(x)
     members = expert_pairs(experts.num_experts).to(x.device)[pair]
     chosen = scores.to(hidden.dtype).gather(1, members)
-    none = chosen.new_zeros(len(x), experts.num_experts)
-    gates = none.scatter(1, members, chosen / chosen.sum(1, keepdim=True))
-    merge = none.scatter(1, members, 0.5) if averaging == "uniform" else gates
-
+    gates = chosen.new_zeros(len(x), experts.num_experts).scatter(1, members, chosen / chosen.sum(1, keepdim=True))
     common = shared[pair].to(hidden.dtype)
-    by_expert = torch.bmm(hidden * common, experts.values).transpose(0, 1)
-    residual = torch.bmm(hidden * (1 - common), experts.values).transpose(0, 1)
-    merged = torch.einsum("nk,nkd->nd", merge, by_expert)
-    original = torch.einsum("nk,nkd->nd", gates, by_expert + residual)
-    return Responses(original, merged, residual)
+    return Responses(
+        gates,
+        torch.bmm(hidden * common, experts.values).transpose(0, 1),
+        torch.bmm(hidden * (1 - common), experts.values).transpose(0, 1),
+    )
 
 
 def reconstruction_problems(
-    experts: FrozenExperts,
-    sets: SharedSets,
-    pair: Tensor,
-    scores: Tensor,
-    x: Tensor,
-    averaging: Averaging = "gates",
-    chunk: int = 1024,
-) -> Reconstruction:
-    """The problems of N tokens, `chunk` of them at a time: memory holds chunk (C + 2 d) K numbers, whatever N is.
+    experts: FrozenExperts, sets: SharedSets, pair: Tensor, scores: Tensor, x: Tensor, chunk: int = 1024
+) -> Problems:
+    """The problems of N tokens, `chunk` of them at a time: memory holds some chunk (C + d) K numbers, whatever N is.
 
     Arguments are those of `responses`, over N tokens.
     """
     parts = []
     for start in range(0, len(x), chunk):
         rows = slice(start, start + chunk)
-        part = responses(experts, sets.shared, pair[rows], scores[rows], x[rows], averaging)
-        target = part.original - part.shared
+        part = responses(experts, sets.shared, pair[rows], scores[rows], x[rows])
+        y = part.original
         parts.append(
             (
-                part.residual @ part.residual.mT,
-                (part.residual @ target[:, :, None]).squeeze(2),
-                target.square().sum(1),
-                part.original.square().sum(1),
+                _problem(part.residual, y - part.merged("gates"), y),
+                _problem(part.residual, y - part.merged("uniform"), y),
+                _problem(part.residual + part.shared, y, y),
             )
         )
-    return Reconstruction(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    return Problems(*(_join(column) for column in zip(*parts, strict=True)))
+
+
+def _problem(outputs: Tensor, target: Tensor, original: Tensor) -> Reconstruction:
+    return Reconstruction(
+        outputs @ outputs.mT,
+        (outputs @ target[:, :, None]).squeeze(2),
+        target.square().sum(1),
+        original.square().sum(1),
+    )
+
+
+def _join(parts: Sequence[Reconstruction]) -> Reconstruction:
+    names = [field.name for field in fields(Reconstruction)]
+    return Reconstruction(*(torch.cat([getattr(part, name) for part in parts]) for name in names))

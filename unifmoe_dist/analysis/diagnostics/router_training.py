@@ -7,7 +7,7 @@ are; it minimises the mean squared error of the residual target relative to the 
 
 The original router with renormalised gates would bring this loss to exactly 0, so a changed ranking only tells that
 training started elsewhere and that the residual responses no longer single out the original pair. `train_router` on
-problems whose shared sets are empty, from the same seed, is the control that holds the two apart. `task_router.py`
+the complete responses, from the same seed, is the control that holds the two apart. `task_router.py`
 trains the router on the task loss instead, which has no such optimum: prefer it where the model and data are at hand.
 """
 

@@ -12,11 +12,7 @@ from unifmoe_dist.analysis.diagnostics.demand import functional_demand, prefix_e
 from unifmoe_dist.analysis.diagnostics.demand_statistics import DemandStatistics, demand_statistics
 from unifmoe_dist.analysis.diagnostics.experts import FrozenExperts
 from unifmoe_dist.analysis.diagnostics.pairs import expert_order, expert_pairs, top_pair
-from unifmoe_dist.analysis.diagnostics.reconstruction import (
-    Averaging,
-    Reconstruction,
-    reconstruction_problems,
-)
+from unifmoe_dist.analysis.diagnostics.reconstruction import Reconstruction, reconstruction_problems
 from unifmoe_dist.analysis.diagnostics.router_training import RouterTraining, train_router
 from unifmoe_dist.analysis.diagnostics.transitions import RankTransition, rank_transition
 from unifmoe_dist.errors import UserError
@@ -111,14 +107,11 @@ def diagnose(
     sets = shared_sets(experts, settings.delta)
     frequency = coactivation_frequency(pair, len(sets.ratio))
 
-    def problems(given: SharedSets, averaging: Averaging) -> Reconstruction:
-        return reconstruction_problems(experts, given, pair, scores, x, averaging, settings.chunk)
-
-    problem = problems(sets, "gates")
+    problems = reconstruction_problems(experts, sets, pair, scores, x, settings.chunk)
     error = None
     if residual_logits is None:
-        residual_logits, error = train_router(x, problem, settings.router)
-        control_logits, _ = train_router(x, problems(sets.none_shared(), "gates"), settings.router)
+        residual_logits, error = train_router(x, problems.residual, settings.router)
+        control_logits, _ = train_router(x, problems.complete, settings.router)
     residual_logits = residual_logits.to(device)
     order = expert_order(residual_logits)
 
@@ -142,8 +135,8 @@ def diagnose(
         transition=rank_transition(scores, residual_logits),
         control=None if control_logits is None else rank_transition(scores, control_logits.to(device)),
         router_error=error,
-        demand=demands(problem),
-        demand_uniform=demands(problems(sets, "uniform")),
+        demand=demands(problems.residual),
+        demand_uniform=demands(problems.uniform),
     )
 
 

@@ -81,7 +81,7 @@ class _ResidualOutput:
         tokens = x.reshape(-1, x.shape[-1])
         with torch.no_grad():
             scores = expert_scores(layer.route(tokens))
-            parts = responses(self.experts, self.sets.shared, top_pair(scores), scores, tokens, "gates")
+            parts = responses(self.experts, self.sets.shared, top_pair(scores), scores, tokens)
         gates = top2_gates(tokens.float() @ self.weight.T)
-        y = parts.shared + torch.einsum("nk,nkd->nd", gates, parts.residual)
+        y = parts.merged("gates") + torch.einsum("nk,nkd->nd", gates, parts.residual)
         return y.to(output.dtype).view_as(output)

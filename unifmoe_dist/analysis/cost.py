@@ -1,0 +1,170 @@
+"""Parameters and arithmetic of a model: N, N_A and FLOPs of the paper's cost table.
+
+Conventions, settled by the paper's dense numbers (DeiT-S/16 with VLCS's 5 classes: N = 20.66, FLOPs = 8.57):
+
+- N counts every parameter, in units of 2^20.
+- FLOPs count 2 per multiply-add of every matrix product, patch embedding and attention's two products included; norms,
+  activations, softmax and biases count nothing. That is `torch.utils.flop_counter`'s rule. Units are 2^30, per image.
+- N_A leaves out the expert parameters that a token does not use, on average: executed blocks C_B count with their
+  biases, each executed expert with its down bias, the router whole.
+
+An MoE layer is counted from what it executed on real data (`Usage`), since no library sees inside fused kernels; all
+else is the library's count. `cost_paper.py` derives the paper's table from these rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.experts import BlockExperts
+from unifmoe_dist.kernels import use_kernels
+from unifmoe_dist.upcycling import moe_layers
+from unifmoe_dist.usage import UsageSummary
+
+PARAMETER_UNIT = 2**20
+FLOP_UNIT = 2**30
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One MoE layer.
+
+    Args:
+        parameters: All of its parameters.
+        activated: Those that a token uses, on average.
+        tokens: Tokens per item.
+        routing_flops: Operations of the router per token.
+        expert_flops: Operations of the executed blocks per token, on average.
+    """
+
+    parameters: int
+    activated: float
+    tokens: float
+    routing_flops: float
+    expert_flops: float
+
+    @property
+    def flops(self) -> float:
+        """Operations per item."""
+        return self.tokens * (self.routing_flops + self.expert_flops)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A model: N, N_A and operations per item (image or sentence), not in the table's units; its MoE layers by name."""
+
+    parameters: int
+    activated: float
+    flops: float
+    layers: dict[str, LayerCost]
+
+
+def library_flops(model: nn.Module, inputs: Mapping[str, Any]) -> int:
+    """Operations of one forward pass `model(**inputs)` in evaluation mode, as torch's counter sees them.
+
+    Attention runs as two plain products meanwhile: the counter knows them, but not every fused kernel.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            model(**inputs)
+    finally:
+        model.train(was_training)
+    return counter.get_total_flops()
+
+
+def count_cost(
+    model: nn.Module, inputs: Mapping[str, Tensor], usage: Mapping[str, UsageSummary] | None = None
+) -> Cost:
+    """Count a model with all its experts on this rank.
+
+    Args:
+        model: A dense model, or one with MoE layers.
+        inputs: Model inputs of one or more items; they fix the tokens per item, padding aside.
+        usage: What each MoE layer executed, by module name, for example from an evaluation; nothing for a dense model.
+
+    Raises:
+        UserError: A layer's usage is missing or has counted no token.
+    """
+    layers = moe_layers(model)
+    items = len(next(iter(inputs.values())))
+    with _bypassed(layers) as tokens:
+        flops = library_flops(model, inputs) / items
+    costs = {}
+    for name, layer in layers.items():
+        if usage is None or name not in usage or usage[name].tokens == 0:
+            raise UserError(f"Layer {name} has no usage; evaluate the model on some data first.")
+        costs[name] = layer_cost(layer, usage[name], tokens[name] / items)
+    parameters = sum(p.numel() for p in model.parameters())
+    return Cost(
+        parameters,
+        parameters - sum(cost.parameters - cost.activated for cost in costs.values()),
+        flops + sum(cost.flops for cost in costs.values()),
+        costs,
+    )
+
+
+def layer_cost(layer: Any, usage: UsageSummary, tokens: float) -> LayerCost:
+    """Count one MoE layer from what it executed.
+
+    Args:
+        layer: Holds its routed experts as `experts` and those that every token uses in other `BlockExperts`; its
+            `config` has the dense FFN's hidden_dim and the num_blocks that `block_compute` counts; it has `route`.
+        usage: What its tokens executed.
+        tokens: Tokens per item.
+    """
+    bank: BlockExperts = layer.experts
+    banks = [module for module in layer.modules() if isinstance(module, BlockExperts)]
+    dim = bank.keys.shape[2]
+    width = layer.config.hidden_dim / layer.config.num_blocks
+    channel = 2 * dim + (bank.key_bias is not None)
+    experts_used = usage.expert_count + len(banks) - 1
+    used = usage.block_compute * width * channel + experts_used * (0 if bank.value_bias is None else dim)
+    parameters = sum(p.numel() for p in layer.parameters())
+    held = sum(p.numel() for module in banks for p in module.parameters())
+    return LayerCost(
+        parameters=parameters,
+        activated=parameters - held + used,
+        tokens=tokens,
+        routing_flops=_routing_flops(layer, dim, bank.keys),
+        expert_flops=usage.block_compute * width * 4 * dim,
+    )
+
+
+def _routing_flops(layer: Any, dim: int, like: Tensor, tokens: int = 16) -> float:
+    """Matrix products of `route` per token. In plain torch: the counter sees nothing in fused kernels."""
+    x = torch.zeros(tokens, dim, dtype=like.dtype, device=like.device)
+    with torch.no_grad(), use_kernels("reference"), FlopCounterMode(display=False) as counter:
+        layer.route(x)
+    return counter.get_total_flops() / tokens
+
+
+@contextmanager
+def _bypassed(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, int]]:
+    """Layers that return their input and note how many real tokens came."""
+    tokens = dict.fromkeys(layers, 0)
+
+    def skip(name: str) -> Any:
+        def forward(x: Tensor, token_mask: Tensor | None = None) -> Tensor:
+            tokens[name] += x[..., 0].numel() if token_mask is None else int(token_mask.sum())
+            return x
+
+        return forward
+
+    for name, layer in layers.items():
+        layer.forward = skip(name)  # on the instance, above the class's own
+    try:
+        yield tokens
+    finally:
+        for layer in layers.values():
+            del layer.forward

@@ -1,0 +1,33 @@
+"""Pairs of experts i < j in one order, P = K (K - 1) / 2 of them: (0, 1), (0, 2), ..., (K - 2, K - 1)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def expert_pairs(num_experts: int) -> Tensor:
+    """(P, 2) int64."""
+    return torch.triu_indices(num_experts, num_experts, offset=1).T.contiguous()
+
+
+def top_pair(scores: Tensor) -> Tensor:
+    """(N,) int64: the pair of each token's two largest scores (N, K), as its index; ties go to the lower expert."""
+    num_experts = scores.shape[1]
+    best = expert_order(scores)[:, :2]
+    low, high = best.amin(1), best.amax(1)
+    return low * num_experts - low * (low + 1) // 2 + high - low - 1
+
+
+def expert_order(scores: Tensor) -> Tensor:
+    """(N, K) int64: experts by falling score, q_1 first; ties go to the lower expert."""
+    return scores.argsort(dim=1, descending=True, stable=True)
+
+
+def as_matrix(values: Tensor, num_experts: int, diagonal: float = float("nan")) -> Tensor:
+    """Values (P,) of pairs as a symmetric (K, K) matrix."""
+    matrix = torch.full((num_experts, num_experts), diagonal, dtype=torch.float64)
+    first, second = expert_pairs(num_experts).T
+    matrix[first, second] = values.double()
+    matrix[second, first] = values.double()
+    return matrix

@@ -125,6 +125,13 @@ def test_a_run_has_its_options_and_a_folder_of_its_own(configs, tmp_path):
     assert runs[4].config.model.num_experts == 16  # the base configuration's, of the other data set
 
 
+def test_a_method_may_have_other_options_on_a_data_set(configs, tmp_path):
+    runs = expand(Selection(("pacs", "digits"), ("emoe", "dynmoe"), seeds=(0,)), tmp_path, configs)
+    shapes = {(run.task, run.method): (run.config.model.num_experts, run.config.model.top_k) for run in runs}
+    assert shapes["pacs", "emoe"] == (24, 4) and shapes["digits", "emoe"] == (16, 3)
+    assert shapes["pacs", "dynmoe"][0] == 8 and shapes["digits", "dynmoe"][0] == 6
+
+
 @pytest.mark.parametrize(
     "changes,words",
     [

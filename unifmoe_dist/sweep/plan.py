@@ -152,7 +152,8 @@ def _run(
         options["data.held_out"] = held_out
     if lr is not None:
         options["optim.lr"] = lr
-    config = with_options(with_options(base, find_method(method).options), options)
+    own = {**find_method(method).options, **BENCHMARKS[task].method_options.get(method, {})}
+    config = with_options(with_options(base, own), options)
     run = Run(task, held_out, method, seed, lr, config)
     try:
         config.validate(world_size=1)

@@ -150,7 +150,7 @@ class ModelConfig:
         drop_path: Stochastic-depth rate of a vision backbone.
         moe: Which layer replaces the chosen FFNs; none trains the dense model.
         layers: Zero-based indices of the transformer layers to upcycle.
-        num_experts: Number K of (residual) experts.
+        num_experts: Number K of (residual) experts; dynmoe and mass start with so many.
         num_blocks: Number B of blocks per expert.
         top_k: Experts per token of the layers that route to a fixed number (topk, gmoe, emoe, emoe_learn).
         max_experts: Most experts of the layers that add some in training (dynmoe, mass); null takes num_experts + 2.

@@ -41,7 +41,7 @@ def check_epochs(config: TrainConfig, epoch_steps: int, progress: dict[str, Any]
     """
     if config.epochs is None:
         return
-    if epoch_steps != progress["epoch_steps"]:
+    if epoch_steps != progress.get("epoch_steps", epoch_steps):
         raise UserError(
             f"the run's epochs had {progress['epoch_steps']} steps and would now have {epoch_steps}; resume it with "
             "the data.batch_size and the data that it was started with."

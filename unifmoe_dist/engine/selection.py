@@ -46,7 +46,8 @@ class Selection:
 
     @classmethod
     def from_progress(cls, saved: dict[str, Any]) -> Selection:
-        """The inverse of `progress`."""
-        return cls(
-            saved["best_step"], saved["best"], saved["best_accuracy"], saved["evaluations_without_improvement"]
-        )
+        """The inverse of `progress`. Checkpoints older than these fields were selected by accuracy."""
+        if not saved["best_step"]:
+            return cls()
+        best, waited = saved["best"], saved.get("evaluations_without_improvement", 0)
+        return cls(saved["best_step"], best, saved.get("best_accuracy", best), waited)

@@ -84,7 +84,7 @@ def main(arguments: Sequence[str]) -> None:
         shape = benchmark.PAPER[name]
         shape = replace(shape, tokens=options.tokens or (shape.tokens if on_gpu else benchmark.CPU_TOKENS[name]))
         with tqdm(desc=name, unit="round") as bar:
-            layers.append(benchmark.run(shape, device, dtype, options.seconds or 30.0, bar.update, rate))
+            layers.append(benchmark.run_layer(shape, device, dtype, options.seconds or 30.0, bar.update, rate))
     if layers:
         sections += [benchmark.table(result) for result in layers]
         record["results"] = [benchmark.as_record(result) for result in layers]
@@ -99,16 +99,16 @@ def main(arguments: Sequence[str]) -> None:
                 benchmark.run_model(model, device, dtype, batch, options.seconds or 30.0, bar.update, rate)
             )
     if whole:
-        sections += [benchmark.table(result, training="training step") for result in whole]
+        sections += [benchmark.table(result) for result in whole]
         record["models"] = [benchmark.as_record(result) for result in whole]
-        plots.plot(whole, where, options.output / "models.png", training="training step")
+        plots.plot(whole, where, options.output / "models.png")
 
     if options.sweep:
         swept: dict[str, list[benchmark.Result]] = {}
         for name, shapes in benchmark.sweeps(on_gpu).items():
             for shape in tqdm(shapes, desc=f"sweep of {name}"):
                 swept.setdefault(name, []).append(
-                    benchmark.run(shape, device, dtype, options.seconds or 5.0, lambda: None, rate, brief=True)
+                    benchmark.run_layer(shape, device, dtype, options.seconds or 5.0, lambda: None, rate, brief=True)
                 )
         sections += [benchmark.sweep_table(name, results) for name, results in swept.items()]
         record["sweeps"] = {name: [benchmark.as_record(r) for r in results] for name, results in swept.items()}

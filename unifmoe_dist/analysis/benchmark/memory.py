@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import is_dataclass
 
 import torch
 from torch import Tensor
@@ -39,8 +40,18 @@ def _attributes(output: Tensor) -> Iterator[Tensor]:
             continue
         seen.add(node)
         ahead += [following for following, _ in node.next_functions]
-        for value in getattr(node, "__dict__", {}).values():
-            yield from (v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, Tensor))
+        yield from _tensors(list(getattr(node, "__dict__", {}).values()))
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    """Tensors in a value: itself, the items of a list or tuple, the fields of a dataclass."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif is_dataclass(value):
+        yield from _tensors(list(vars(value).values()))
 
 
 def peak(train: Callable[[], object], device: torch.device) -> int | None:

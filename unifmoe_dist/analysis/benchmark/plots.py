@@ -20,17 +20,19 @@ LABELS = {"forward": "forward", "training": "forward + backward"}
 SWEPT = {"N": "tokens N", "d": "model width d", "K": "residual experts K"}
 
 
-def plot(results: list[Result], where: str, path: Path, training: str = "forward + backward") -> Path:
+def plot(results: list[Result], where: str, path: Path) -> Path:
     """One panel per layer or model; a black mark shows the arithmetic of each contender, its floor."""
+    layers = results[0].shape is not None
     tallest = max(len(result.timings) for result in results)
     figure, axes = plt.subplots(
         1, len(results), figsize=(7.2 * len(results), 1.4 + 0.42 * tallest), squeeze=False, layout="constrained"
     )
     for axis, result in zip(axes[0], results, strict=True):
         _bars(axis, result)
-        axis.set_xlabel("time, in dense FFNs" if result.shape else "time, in dense models")
+        axis.set_xlabel("time, in dense FFNs" if layers else "time, in dense models")
     handles, labels = axes[0][0].get_legend_handles_labels()
-    labels = [training if label == LABELS["training"] else label for label in labels]
+    if not layers:
+        labels = [{"forward": "inference", LABELS["training"]: "training step"}.get(label, label) for label in labels]
     figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=3, fontsize=9, markerscale=0.4)
     figure.suptitle(where, fontsize=11)
     return _save(figure, path)

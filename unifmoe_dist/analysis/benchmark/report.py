@@ -10,17 +10,19 @@ from unifmoe_dist.analysis.benchmark.timing import Result, Timing
 Cell = Callable[[Timing], str]
 
 
-def table(result: Result, training: str = "forward + backward") -> str:
+def table(result: Result) -> str:
     """Times, ratios to the dense contender and to the floor, share of a large matrix product's rate, and memory.
 
     Below it stand the memory against top-2 mixtures and every contender that was left out, with the reason.
     """
     columns: dict[str, Cell] = {"": lambda t: t.contender, "work / dense": lambda t: _number(t.work)}
-    for kind, title in (("forward", "forward"), ("training", training)):
+    layer = result.shape is not None
+    names = ("forward", "forward + backward") if layer else ("inference", "training step")
+    for kind, title in zip(("forward", "training"), names, strict=True):
         columns |= _times(result, kind, title)
     columns["of matmul rate"] = lambda t: _share(result, t)
     columns["kept for backward (MB)"] = lambda t: _megabytes(t.kept)
-    if any(t.held is not None for t in result.timings):
+    if not layer:
         columns["weights, gradients, optimiser (MB)"] = lambda t: _megabytes(t.held)
     if any(t.peak is not None for t in result.timings):
         columns["peak memory (MB)"] = lambda t: _megabytes(t.peak)

@@ -8,15 +8,33 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import nn
 
-from unifmoe_dist.analysis.benchmark import memory
-from unifmoe_dist.analysis.benchmark.contenders import Contender, contenders
 from unifmoe_dist.analysis.benchmark.peers import reason
 from unifmoe_dist.analysis.benchmark.shapes import Shape
+
+
+@dataclass
+class Contender:
+    """Something to time.
+
+    Args:
+        name: Its name in tables.
+        build: Makes the module, from (N, d) tokens to (N, d); may raise if it is a peer.
+        work: Its arithmetic, the dense contender's being 1; None if it runs in another dtype, at other rates.
+        context: Made around every forward pass.
+        peer: Somebody else's: where it fails, it is left out with the reason, and the others go on.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    work: float | None
+    context: Callable[[], AbstractContextManager] = nullcontext
+    peer: bool = False
 
 
 @dataclass
@@ -96,59 +114,6 @@ class Subject:
     infer: Callable[[], object]
     train: Callable[[], object]
     peer: bool = False
-
-
-def run(
-    shape: Shape, device: torch.device, dtype: torch.dtype, seconds: float, on_round: Callable[[], object],
-    rate: float, brief: bool = False,
-) -> Result:  # fmt: skip
-    """Time every contender at one shape.
-
-    Args:
-        shape: The layer.
-        device: Where.
-        dtype: Of weights and tokens.
-        seconds: Rounds go on for about this long; there are at least three.
-        on_round: Called after every round.
-        rate: See `matmul_rate`.
-        brief: Leaves out the masked reference and the top-1 peers.
-    """
-    torch.manual_seed(0)
-    x = torch.randn(shape.tokens, shape.dim).to(device, dtype)
-    candidates = contenders(shape, x, top_ks=(2,) if brief else (1, 2), reference=not brief)
-    subjects, skipped = prepare(candidates, lambda contender: _ready(contender, x))
-    skipped |= measure(subjects, device, seconds, on_round)
-    sizes = f"N={shape.tokens}, d={shape.dim}, H={shape.hidden}, K={shape.experts}, B={shape.blocks}"
-    if shape.block_compute is None:
-        sizes += ", router as it starts"
-    flops = 4.0 * shape.tokens * shape.dim * shape.hidden
-    return Result(shape.name, sizes, flops, rate, [s.timing for s in subjects], skipped, shape)
-
-
-def _ready(contender: Contender, x: Tensor) -> Subject:
-    """Build and warm up (compilers, allocators) a layer, and measure its memory on the way."""
-    module = contender.build()
-
-    def infer() -> Tensor:
-        with torch.no_grad(), contender.context():
-            return module(x)
-
-    def forward() -> Tensor:
-        leaf = x.detach().requires_grad_()
-        with contender.context():
-            return module(leaf)
-
-    def train() -> None:
-        y = forward()
-        y.backward(torch.ones_like(y))
-        module.zero_grad(set_to_none=True)
-
-    infer()
-    train()
-    timing = Timing(contender.name, contender.work)
-    timing.kept = memory.kept_for_backward(forward, module.parameters())
-    timing.peak = memory.peak(train, x.device)
-    return Subject(timing, infer, train, contender.peer)
 
 
 def prepare(

@@ -79,45 +79,44 @@ def main(arguments: Sequence[str]) -> None:
     rate = benchmark.matmul_rate(device, dtype)
     sections, record = [where], {"where": where, "machine": platform.machine(), "matmul_flop_per_s": rate}
 
+    def save() -> None:
+        write_text(options.output / "benchmark.md", "\n\n".join(sections) + "\n")
+        write_text(options.output / "benchmark.json", json.dumps(record, indent=1))
+
     layers = []
     for name in chosen:
         shape = benchmark.PAPER[name]
         shape = replace(shape, tokens=options.tokens or (shape.tokens if on_gpu else benchmark.CPU_TOKENS[name]))
         with tqdm(desc=name, unit="round") as bar:
             layers.append(benchmark.run_layer(shape, device, dtype, options.seconds or 30.0, bar.update, rate))
-    if layers:
-        sections += [benchmark.table(result) for result in layers]
-        record["results"] = [benchmark.as_record(result) for result in layers]
+        sections.append(benchmark.table(layers[-1]))
+        record["layers"] = [benchmark.as_record(result) for result in layers]
         plots.plot(layers, where, options.output / "benchmark.png")
+        save()
 
     whole = []
     for name in models or []:
         model = benchmark.MODELS[name]
         batch = options.batch or (model.batch if on_gpu else model.cpu_batch)
         with tqdm(desc=name, unit="round") as bar:
-            whole.append(
-                benchmark.run_model(model, device, dtype, batch, options.seconds or 30.0, bar.update, rate)
-            )
-    if whole:
-        sections += [benchmark.table(result) for result in whole]
+            whole.append(benchmark.run_model(model, device, dtype, batch, options.seconds or 30.0, bar.update, rate))
+        sections.append(benchmark.table(whole[-1]))
         record["models"] = [benchmark.as_record(result) for result in whole]
         plots.plot(whole, where, options.output / "models.png")
+        save()
 
-    if options.sweep:
-        swept: dict[str, list[benchmark.Result]] = {}
-        for name, shapes in benchmark.sweeps(on_gpu).items():
-            for shape in tqdm(shapes, desc=f"sweep of {name}"):
-                swept.setdefault(name, []).append(
-                    benchmark.run_layer(shape, device, dtype, options.seconds or 5.0, lambda: None, rate, brief=True)
-                )
-        sections += [benchmark.sweep_table(name, results) for name, results in swept.items()]
-        record["sweeps"] = {name: [benchmark.as_record(r) for r in results] for name, results in swept.items()}
+    swept: dict[str, list[benchmark.Result]] = {}
+    for name, shapes in benchmark.sweeps(on_gpu).items() if options.sweep else ():
+        swept[name] = []
+        for shape in tqdm(shapes, desc=f"sweep of {name}"):
+            seconds = options.seconds or 5.0
+            swept[name].append(benchmark.run_layer(shape, device, dtype, seconds, lambda: None, rate, brief=True))
+        sections.append(benchmark.sweep_table(name, swept[name]))
+        record["sweeps"] = {key: [benchmark.as_record(r) for r in results] for key, results in swept.items()}
         plots.plot_sweeps(swept, where, options.output / "sweep.png")
+        save()
 
-    report = "\n\n".join(sections)
-    print(f"\n{report}\n")
-    write_text(options.output / "benchmark.md", report + "\n")
-    write_text(options.output / "benchmark.json", json.dumps(record, indent=1))
+    print("\n" + "\n\n".join(sections) + "\n")
     print(f"table, JSON and plots: {options.output}")
 
 

@@ -22,6 +22,7 @@ from unifmoe_dist.analysis.benchmark import plots
 from unifmoe_dist.analysis.benchmark.layers import dense_ffn
 from unifmoe_dist.analysis.benchmark.peers import PEERS, reason
 from unifmoe_dist.analysis.benchmark.timing import Subject
+from unifmoe_dist.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
@@ -294,5 +295,12 @@ def test_command_line(tmp_path):
     assert all(name in text for name in listed)
     assert (tmp_path / "benchmark.png").stat().st_size > 10_000
 
-    bad = subprocess.run([*command[:2], "--tokens", "0"], capture_output=True, text=True, cwd=ROOT)
-    assert bad.returncode == 2 and bad.stderr.strip().splitlines()[-1].startswith("error: --tokens must be above 0")
+
+@pytest.mark.parametrize("option", ["--tokens", "--batch", "--seconds", "--threads"])
+def test_command_line_refuses(option):
+    spec = importlib.util.spec_from_file_location("launch_benchmark", ROOT / "launch/benchmark.py")
+    command = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(command)
+    with pytest.raises(UserError, match=f"{option} must be above 0, not 0"):
+        command.parse([option, "0"])
+    assert set(command.SHAPES) == benchmark.PAPER.keys() and set(command.MODELS) == benchmark.MODELS.keys()

@@ -1,5 +1,8 @@
 #!/usr/bin/env python
-"""Time a UniF-MoE layer beside the dense FFN and its peers: `python launch/benchmark.py [--output FOLDER]`."""
+"""Time a UniF-MoE layer beside the dense FFN and its peers: `python launch/benchmark.py [--output FOLDER]`.
+
+`--sweep` times small to large layers, `--models` whole models; either alone leaves the paper's layers out.
+"""
 
 from __future__ import annotations
 
@@ -13,53 +16,108 @@ from pathlib import Path
 from unifmoe_dist.engine.cli import run_main
 from unifmoe_dist.errors import UserError
 
+SHAPES = ("vision", "language", "vision-uniform", "language-uniform")
+MODELS = ("deit-s", "bert-large")
 
-def main(arguments: Sequence[str]) -> None:
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Options of the command.
+
+    Raises:
+        UserError: a number that must be above 0 is not.
+    """
     parser = argparse.ArgumentParser(description="Time one layer beside the dense FFN and its peers, interleaved.")
-    parser.add_argument("--shapes", nargs="+", choices=("vision", "language"),
-                        help="the paper's layers at its C_B (default: both on a GPU, vision on the CPU)")  # fmt: skip
-    parser.add_argument("--tokens", type=int, help="tokens N (default: the paper's on a GPU, fewer on the CPU)")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, metavar="NAME",
+                        help=f"the paper's layers, at its C_B or with routers as they start: {', '.join(SHAPES)} "
+                        "(default: all on a GPU, the vision ones on the CPU)")  # fmt: skip
+    parser.add_argument("--sweep", action="store_true", help="time over the floor for a range of N, d and K")
+    parser.add_argument("--models", nargs="*", choices=MODELS, metavar="NAME",
+                        help=f"whole models, inference and training step: {', '.join(MODELS)} (default: both on a GPU, "
+                        "deit-s on the CPU, where bert-large needs 25 GB)")  # fmt: skip
+    parser.add_argument("--tokens", type=int, help="N of --shapes (default: the paper's on a GPU, fewer on the CPU)")
+    parser.add_argument("--batch", type=int, help="of --models (default: 64 and 32 on a GPU, 4 and 1 on the CPU)")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: bf16 on a GPU, fp32 on the CPU")
-    parser.add_argument("--seconds", type=float, default=30.0, help="time per shape (default: 30)")
+    parser.add_argument("--seconds", type=float, help="time per layer or model (default: 30, in a sweep 5)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmark"), help="folder of results")
     options = parser.parse_args(arguments)
-    for name in ("tokens", "seconds", "threads"):
+    for name in ("tokens", "batch", "seconds", "threads"):
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise UserError(f"--{name} must be above 0, not {value}.")
+    return options
+
+
+def main(arguments: Sequence[str]) -> None:
+    options = parse(arguments)
 
     import torch
     from tqdm import tqdm
 
     from unifmoe_dist.analysis import benchmark
-    from unifmoe_dist.analysis.benchmark_plots import plot
+    from unifmoe_dist.analysis.benchmark import plots
     from unifmoe_dist.engine.checkpoint import write_text
 
     if options.threads:
         torch.set_num_threads(options.threads)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    kind = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
-    card = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU threads: {torch.get_num_threads()}"
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    kind = options.dtype or ("bf16" if on_gpu else "fp32")
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[kind]
+    card = torch.cuda.get_device_name() if on_gpu else f"CPU, threads: {torch.get_num_threads()}"
     where = f"{card}, {kind}, torch {torch.__version__}"
+    if kind == "bf16" and not on_gpu and not benchmark.has_fast_bf16():
+        where += " (this CPU has no bf16 instructions: bf16 is emulated here)"
 
-    rate = benchmark.matmul_rate(device, kinds[kind])
-    results = []
-    for name in options.shapes or (["vision", "language"] if device.type == "cuda" else ["vision"]):
-        shape = benchmark.VISION if name == "vision" else benchmark.LANGUAGE
-        tokens = options.tokens or (shape.tokens if device.type == "cuda" else benchmark.CPU_TOKENS[name])
-        shape = replace(shape, tokens=tokens)
-        with tqdm(desc=name, unit="round") as bar:
-            results.append((shape, benchmark.run(shape, device, kinds[kind], options.seconds, bar.update)))
-    report = "\n\n".join([where, *(benchmark.table(shape, timings, rate) for shape, timings in results)])
-    print(f"\n{report}\n")
+    chosen = options.shapes or []
+    if options.shapes is None and options.models is None and not options.sweep:
+        chosen = [name for name in SHAPES if on_gpu or name.startswith("vision")]
+    models = options.models
+    if models == []:
+        models = list(MODELS) if on_gpu else ["deit-s"]
     options.output.mkdir(parents=True, exist_ok=True)
-    write_text(options.output / "benchmark.md", report + "\n")
-    records = [benchmark.as_record(shape, timings, rate) for shape, timings in results]
-    write_text(options.output / "benchmark.json",
-               json.dumps({"where": where, "machine": platform.machine(), "results": records}, indent=1))  # fmt: skip
-    print(f"table, JSON and plot: {plot(results, where, options.output / 'benchmark.png').parent}")
+    rate = benchmark.matmul_rate(device, dtype)
+    sections, record = [where], {"where": where, "machine": platform.machine(), "matmul_flop_per_s": rate}
+
+    def save() -> None:
+        write_text(options.output / "benchmark.md", "\n\n".join(sections) + "\n")
+        write_text(options.output / "benchmark.json", json.dumps(record, indent=1))
+
+    layers = []
+    for name in chosen:
+        shape = benchmark.PAPER[name]
+        shape = replace(shape, tokens=options.tokens or (shape.tokens if on_gpu else benchmark.CPU_TOKENS[name]))
+        with tqdm(desc=name, unit="round") as bar:
+            layers.append(benchmark.run_layer(shape, device, dtype, options.seconds or 30.0, bar.update, rate))
+        sections.append(benchmark.table(layers[-1]))
+        record["layers"] = [benchmark.as_record(result) for result in layers]
+        plots.plot(layers, where, options.output / "benchmark.png")
+        save()
+
+    whole = []
+    for name in models or []:
+        model = benchmark.MODELS[name]
+        batch = options.batch or (model.batch if on_gpu else model.cpu_batch)
+        with tqdm(desc=name, unit="round") as bar:
+            whole.append(benchmark.run_model(model, device, dtype, batch, options.seconds or 30.0, bar.update, rate))
+        sections.append(benchmark.table(whole[-1]))
+        record["models"] = [benchmark.as_record(result) for result in whole]
+        plots.plot(whole, where, options.output / "models.png")
+        save()
+
+    swept: dict[str, list[benchmark.Result]] = {}
+    for name, shapes in benchmark.sweeps(on_gpu).items() if options.sweep else ():
+        swept[name] = []
+        for shape in tqdm(shapes, desc=f"sweep of {name}"):
+            seconds = options.seconds or 5.0
+            swept[name].append(benchmark.run_layer(shape, device, dtype, seconds, lambda: None, rate, brief=True))
+        sections.append(benchmark.sweep_table(name, swept[name]))
+        record["sweeps"] = {key: [benchmark.as_record(r) for r in results] for key, results in swept.items()}
+        plots.plot_sweeps(swept, where, options.output / "sweep.png")
+        save()
+
+    print("\n" + "\n\n".join(sections) + "\n")
+    print(f"table, JSON and plots: {options.output}")
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def test_commands_that_name_too_little(words):
 
 
 def test_hours_and_disk_by_hand(configs, tmp_path):
-    selection = Selection(("pacs",), ("dense", "gmoe", "lfme"), ("Art",), (0,))
+    selection = Selection(("pacs",), ("dense", "gmoe", "lfme"), ("Art",), (0,), settings=("eval_every=300",))
     runs = expand(selection, tmp_path, configs)
     # 5001 steps of 96 images; 17 evaluations of 20 % of 3/4 of 9,991 images, the test on 80 % of 1/4, 64 at a time
     scored = (17 * 0.2 * 3 / 4 + 0.8 / 4) * 9991 / 64
@@ -166,8 +166,8 @@ def test_hours_and_disk_by_hand(configs, tmp_path):
     # two layers of five more copies of a DeiT-S FFN; the newest checkpoints and the best
     kept = runs[0].config.keep_checkpoints + 1
     assert gmoe.checkpoint_gb - dense.checkpoint_gb == pytest.approx(kept * 16 * 2 * 5 * 2 * 384 * 1536 / 1e9)
-    domainnet = expand(Selection(("domainnet",), ("unif",), ("Real",), (0,)), tmp_path, configs)
-    hours = estimate(domainnet, [State.NEW]).hours["domainnet"]
+    selection = Selection(("domainnet",), ("unif",), ("Real",), (0,), settings=("eval_every=300",))
+    hours = estimate(expand(selection, tmp_path, configs), [State.NEW]).hours["domainnet"]
     assert hours * 3600 == pytest.approx(15001 * 1.23 * 160 / 96 + (51 * 0.2 * 5 + 0.8) / 6 * 586575 / 64 * 0.17)
 
 

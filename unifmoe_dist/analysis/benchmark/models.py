@@ -14,6 +14,7 @@ from unifmoe_dist.analysis.benchmark import memory
 from unifmoe_dist.analysis.benchmark.peers import PEERS
 from unifmoe_dist.analysis.benchmark.shapes import Shape, at_operating_point
 from unifmoe_dist.analysis.benchmark.timing import Contender, Result, Subject, Timing, measure, prepare
+from unifmoe_dist.layer import UniFMoELayer
 from unifmoe_dist.upcycling import moe_layers, upcycle
 from unifmoe_dist.upcycling.adapters import find_adapter
 
@@ -195,4 +196,5 @@ def _to_operating_point(network: nn.Module, inputs: tuple[Tensor, ...], block_co
     """Bring one router after the other to a mean C_B, each on the tokens that reach it then."""
     network.eval()
     for layer in moe_layers(network).values():
+        assert isinstance(layer, UniFMoELayer)
         at_operating_point(layer, _inputs_of(network, layer, inputs), block_compute)

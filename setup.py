@@ -48,6 +48,7 @@ setup(
         "transformers>=4.46",
         "datasets>=3.0",
         "numpy>=1.26",
+        "pillow>=10",  # decodes images as DomainBed does; torchvision brings it anyway
         "scipy>=1.11",
         "scikit-learn>=1.4",
         "matplotlib>=3.8",

@@ -15,7 +15,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def grouped_product(x_RI: Tensor, weights_GIO: Tensor, sizes: list[int], ends_G: Tensor) -> Tensor:
-    """(R, O): the rows of group g times weights[g]. `sizes` are the groups' lengths, `ends_G` (int32, CPU) their ends."""
+    """(R, O): the rows of group g times weights[g]. `sizes` are lengths of groups, `ends_G` (int32, CPU) their ends."""
     if _one_call(x_RI, *weights_GIO.shape[1:]):
         return _grouped_mm(x_RI, weights_GIO, offs=ends_G)  # type: ignore[misc]
     parts = [rows @ weights for rows, weights in zip(x_RI.split(sizes), weights_GIO, strict=True)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_grouped_mm = getattr(torch.nn.functional, "grouped_mm", None)  # since torch 2.10
+_grouped_mm = getattr(torch.nn.functional, "grouped_mm", None)  # older releases of torch lack it
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -334,8 +334,8 @@ def test_autocast_keeps_the_routing_and_the_dtype():
 
 @settings(max_examples=30, deadline=None)
 @given(n=st.integers(0, 20), e=st.integers(1, 5), seed=st.integers(0, 1000), bias=st.booleans(),
-       kept_ffns=st.sampled_from([0, 3]))  # fmt: skip
-def test_grouped_kernel_equals_reference_kernel(n, e, seed, bias, kept_ffns):
+       kept_ffns=st.sampled_from([0, 3]), chunk_rows=st.sampled_from([0, 9, 8192]))  # fmt: skip
+def test_grouped_kernel_equals_reference_kernel(n, e, seed, bias, kept_ffns, chunk_rows):
     """Also for masks and gates that routing would never make: no block at all, no expert at all."""
     torch.manual_seed(seed)
     layer = make_layer(d=8, hidden=12, experts=e, blocks=3, bias=bias, seed=seed).double()
@@ -346,7 +346,7 @@ def test_grouped_kernel_equals_reference_kernel(n, e, seed, bias, kept_ffns):
     parameters = [x, gates, *layer.experts.parameters()]
     results = []
     for kernel in (reference_block_ffn, grouped_block_ffn):
-        with patch.object(grouped, "KEPT_FFNS", kept_ffns):
+        with patch.multiple(grouped, KEPT_FFNS=kept_ffns, CHUNK_ROWS=chunk_rows):
             y = kernel(x, gates, blocks, layer.experts.weights())
         results.append((y, torch.autograd.grad(y, parameters, grad)))
     torch.testing.assert_close(results[0][0], results[1][0])

@@ -60,7 +60,7 @@ class _Chunk:
         pairs: (R,) index of (token, expert) in the flat gates.
         owner: (R,) index of the row's group among `groups`.
         sizes: Rows of every group.
-        ends: (groups,) int32, where each ends.
+        ends: (groups,) int32 on the CPU, where each ends.
     """
 
     groups: slice
@@ -86,7 +86,7 @@ def _chunks(active_NE: Tensor, blocks_NB: Tensor) -> Iterator[_Chunk]:
             last += 1
         if count:
             rows, mine = slice(row, row + count), sizes[first:last]
-            ends = torch.tensor(mine).cumsum(0).to(device=tokens.device, dtype=torch.int32)
+            ends = torch.tensor(mine).cumsum(0, dtype=torch.int32)
             yield _Chunk(slice(first, last), tokens[rows], pairs[rows], owner[rows] - first, mine, ends)
         first, row = last, row + count
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_grouped_mm = getattr(torch.nn.functional, "grouped_mm", None)  # since torch 2.10
+_grouped_mm = getattr(torch.nn.functional, "grouped_mm", None)  # older releases of torch lack it
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def grouped_product(x_RI: Tensor, weights_GIO: Tensor, sizes: list[int], ends_G: Tensor) -> Tensor:
-    """(R, O): the rows of group g times weights[g]. `sizes` and `ends_G`, int32, are the groups' lengths and ends."""
+    """(R, O): the rows of group g times weights[g]. `sizes` are lengths of groups, `ends_G` (int32, CPU) their ends."""
     if _one_call(x_RI, *weights_GIO.shape[1:]):
         return _grouped_mm(x_RI, weights_GIO, offs=ends_G)  # type: ignore[misc]
     parts = [rows @ weights for rows, weights in zip(x_RI.split(sizes), weights_GIO, strict=True)]

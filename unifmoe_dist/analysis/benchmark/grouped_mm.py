@@ -7,8 +7,8 @@ separate, and autograd keeps what they make.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.functional import grouped_mm
 
 from unifmoe_dist import UniFMoELayer
 from unifmoe_dist.experts import ExpertWeights
@@ -16,7 +16,7 @@ from unifmoe_dist.kernels.activations import FUNCTIONS
 
 
 def grouped_mm_block_ffn(x_ND: Tensor, gates_NE: Tensor, blocks_NB: Tensor, weights: ExpertWeights) -> Tensor:
-    """Same meaning and shapes as `reference_block_ffn`."""
+    """Same meaning and shapes as `reference_block_ffn`. AttributeError where torch is too old to have the product."""
     experts, hidden, dim = weights.keys.shape
     groups = experts * weights.num_blocks
     selected_EBN = (gates_NE != 0).T[:, None, :] & blocks_NB.T[None, :, :]
@@ -24,12 +24,12 @@ def grouped_mm_block_ffn(x_ND: Tensor, gates_NE: Tensor, blocks_NB: Tensor, weig
     ends_G = selected_EBN.sum(-1).flatten().cumsum(0).to(torch.int32)
     keys_GMD = weights.keys.view(groups, hidden // weights.num_blocks, dim)
     values_GMD = weights.values.view_as(keys_GMD)
-    pre_RM = grouped_mm(x_ND.index_select(0, row_R), keys_GMD.transpose(1, 2), offs=ends_G)
+    pre_RM = F.grouped_mm(x_ND.index_select(0, row_R), keys_GMD.transpose(1, 2), offs=ends_G)
     if weights.key_bias is not None:
         bias_GM = weights.key_bias.view(groups, -1)
         pre_RM = pre_RM + bias_GM.index_select(0, expert_R * weights.num_blocks + block_R)
     gate_R1 = gates_NE[row_R, expert_R, None].to(x_ND.dtype)
-    out_RD = grouped_mm(FUNCTIONS[weights.activation](pre_RM) * gate_R1, values_GMD, offs=ends_G)
+    out_RD = F.grouped_mm(FUNCTIONS[weights.activation](pre_RM) * gate_R1, values_GMD, offs=ends_G)
     y_ND = torch.zeros_like(x_ND, dtype=torch.float32).index_add(0, row_R, out_RD.float())
     if weights.value_bias is not None:
         y_ND = y_ND + gates_NE.float() @ weights.value_bias.float()

@@ -11,12 +11,13 @@ import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.ticker import NullFormatter, ScalarFormatter  # noqa: E402
+from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator, ScalarFormatter  # noqa: E402
 
 from unifmoe_dist.analysis.benchmark.timing import Result  # noqa: E402
 
 COLOURS = {"forward": "tab:blue", "training": "tab:orange"}
 LABELS = {"forward": "forward", "training": "forward + backward"}
+TICKS = [1, 1.2, 1.5, 2, 3, 4, 5, 7, 10, 15, 20, 30, 50, 100]
 SWEPT = {"N": "tokens N", "d": "model width d", "K": "residual experts K"}
 
 
@@ -58,12 +59,15 @@ def _bars(axis: Axes, result: Result) -> None:
 
 
 def plot_sweeps(sweeps: dict[str, list[Result]], where: str, path: Path) -> Path:
-    """Time over the floor against the size that is swept: one column per sweep, forward above, training below."""
+    """Time over the floor against the size that is swept: one column per sweep, forward above, training below.
+
+    The dense contender, which is the floor, is a black line.
+    """
     columns = [(swept, name) for swept, results in sweeps.items() for name in dict.fromkeys(r.name for r in results)]
     figure, axes = plt.subplots(
         2, len(columns), figsize=(4.6 * len(columns), 7), squeeze=False, layout="constrained", sharex="col"
     )
-    names = list(dict.fromkeys(t.contender for rs in sweeps.values() for r in rs for t in r.timings if t.work))
+    names = list(dict.fromkeys(t.contender for rs in sweeps.values() for r in rs for t in r.timings[1:] if t.work))
     colours = {name: f"C{i}" for i, name in enumerate(names)}
     for column, (swept, name) in enumerate(columns):
         results = [r for r in sweeps[swept] if r.name == name]
@@ -73,8 +77,9 @@ def plot_sweeps(sweeps: dict[str, list[Result]], where: str, path: Path) -> Path
             axis.axhline(1, color="black", linewidth=1)
             axis.set_xscale("log", base=2)
             axis.set_yscale("log")
-            for formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
-                formatter(ScalarFormatter())
+            axis.yaxis.set_major_locator(FixedLocator(TICKS))
+            axis.yaxis.set_major_formatter(lambda tick, _: f"{tick:g}")
+            axis.yaxis.set_minor_locator(NullLocator())
             axis.xaxis.set_major_formatter(ScalarFormatter())
             axis.xaxis.set_minor_formatter(NullFormatter())
             axis.tick_params(labelsize=8, which="both")

@@ -97,9 +97,9 @@ def small_unif() -> nn.Module:
 
 
 def test_executed_blocks_agree_with_the_librarys_count_of_the_plain_torch_path():
-    """The counter sees the grouped products of executed blocks; biases, which the convention leaves out, run there as
-    products of gates and bias rows: 2 d (K + 1) per token."""
-    model, images = small_unif().eval(), torch.randn(6, 1, 8, 8)
+    """In float64 every group is a product of its own, which the counter sees, unlike one call of grouped_mm; biases,
+    which the convention leaves out, run there as products of gates and bias rows: 2 d (K + 1) per token."""
+    model, images = small_unif().eval().double(), torch.randn(6, 1, 8, 8, dtype=torch.float64)
     with torch.no_grad():
         model(images)
     (name, layer), = moe_layers(model).items()

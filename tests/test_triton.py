@@ -7,6 +7,7 @@ into compiling, hence the processes.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,13 +29,18 @@ if torch.cuda.is_available():
     pytestmark = pytest.mark.gpu
 else:
 
-    def test_cases_in_the_interpreter():
+    CASES = re.findall(r"^def (test_\w+)", (Path(__file__).parent / "triton_cases.py").read_text(), re.M)
+    PARTS = 4  # they run beside each other, and none of them for minutes
+
+    @pytest.mark.timeout(900)
+    @pytest.mark.parametrize("part", range(PARTS))
+    def test_cases_in_the_interpreter(part):
         """In its own process: Triton decides at import whether it interprets, and others here use the compiler."""
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "triton_cases.py"]
-        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        cases = [f"triton_cases.py::{name}" for name in CASES[part::PARTS]]
         run = subprocess.run(
-            command, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True, timeout=280
-        )
+            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *cases],
+            cwd=Path(__file__).parent, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True,
+        )  # fmt: skip
         assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
 
 

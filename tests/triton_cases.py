@@ -54,11 +54,12 @@ def random(*shape, dtype=torch.float32) -> Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
-def error(got: Tensor, want: Tensor) -> float:
-    """Largest difference over the largest wanted value."""
+def error(got: Tensor, want: Tensor, least: float = 1e-6) -> float:
+    """Largest difference over the largest wanted value, or over `least` if that is larger."""
     if not want.numel():
         return 0.0
-    return float((got.double() - want.double()).abs().max() / want.double().abs().max().clamp(min=1e-6))
+    got, want = got.detach().double(), want.detach().double()
+    return float((got - want).abs().max() / want.abs().max().clamp(min=least))
 
 
 def wide(experts: BlockExperts) -> BlockExperts:
@@ -269,9 +270,11 @@ def check_route(x, weight, prototypes) -> None:
     outputs = [(r.shared_demand, r.affinity, r.gates) for r in (got, want)]
     mine = torch.autograd.grad(outputs[0], [x, weight], upstream)
     theirs = torch.autograd.grad(outputs[1], [x32, weight], upstream)
-    assert error(mine[0], theirs[0]) < (2e-5 if x.dtype == torch.float32 else 1e-2)
-    assert error(mine[1], theirs[1]) < 2e-5
+    # Where a sigmoid or softmax saturates, 1 - p keeps float32's absolute precision only, in either implementation.
     if len(x):
+        usual = [0.01 * float(factor.detach().abs().max()) for factor in (weight, x)]
+        assert error(mine[0], theirs[0], usual[0]) < (2e-5 if x.dtype == torch.float32 else 1e-2)
+        assert error(mine[1], theirs[1], usual[1]) < 2e-5
         sums = got.by_products.statistics
         single = (got.block_compute, got.expert_count, got.shared_block_count, got.shared_demand, 0 * got.expert_count)
         columns = [*(c[:, None] for c in single), got.gates != 0, got.shared_blocks]

@@ -37,7 +37,8 @@ def main(arguments: Sequence[str]) -> None:
     runs = [load_run(folder, options.checkpoint, label) for folder, label in zip(folders, labels, strict=True)]
     default = "analysis" if options.compare is None else f"analysis-with-{folders[1].resolve().name}"
     wanted = StudyOptions(
-        all_costs=options.cost,
+        measure=options.cost,
+        methods=options.cost,
         router_steps=options.router_steps,
         most_items=None if options.batches is None else options.batches * runs[0].config.data.eval_batch_size,
         **({} if options.tokens is None else {"most_tokens": options.tokens}),

@@ -108,6 +108,11 @@ class Picture:
     caption: str
     figure: Figure
 
+    @property
+    def wide(self) -> bool:
+        """Whether a phone cannot show it whole with letters that can be read."""
+        return self.figure.get_figwidth() > 5
+
 
 Block = Text | Code | Table | Picture
 

@@ -23,6 +23,7 @@ def write_page(page: Page, folder: Path) -> Path:
     for name in ("figures", "tables"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     for picture in page.blocks(Picture):
+        settle(picture.figure)
         for suffix in ("png", "pdf"):
             save(picture.figure, folder / "figures" / f"{picture.name}.{suffix}")
     for table in page.blocks(Table):
@@ -43,6 +44,12 @@ def render(page: Page) -> str:
     environment.filters["data_uri"] = data_uri
     environment.tests["kind"] = lambda block, kind: type(block).__name__ == kind
     return environment.get_template("page.html").render(page=page)
+
+
+def settle(figure: Figure) -> None:
+    """Lay a figure out once, not anew for every format."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
 
 
 def data_uri(figure: Figure) -> str:

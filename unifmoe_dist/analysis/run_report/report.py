@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ def write_report(runs: Sequence[LoadedRun], output: Path, options: StudyOptions,
     """
     try:
         output.mkdir(parents=True, exist_ok=True)  # before the work, not after
-        found = [study(run, options) for run in runs]
+        found = [study(runs[0], options)]
+        found += [study(run, replace(options, methods=False)) for run in runs[1:]]  # one set of methods will do
         page = build_page(found, command)
         write_text(output / NUMBERS, json.dumps(numbers(found), indent=1))
         return write_page(page, output)
@@ -77,8 +79,10 @@ def build_page(found: Sequence[RunStudy], command: str) -> Page:
         sections.append(option_section(run, f"run-{number}-" if several else "", heading))
     sections.append(environment_section(runs, command))
     return Page(
-        title=" and ".join(f"{run.method} on {run.config.data.task}: {run.name}" for run in runs),
-        subtitle=f"{'Two runs' if len(runs) > 1 else 'Report of a run'}, {', '.join(_describe(run) for run in runs)}",
+        title=f"{_title(first.run)}: {first.run.name}" if len(runs) == 1 else " and ".join(run.name for run in runs),
+        subtitle=_describe(first.run) if len(runs) == 1 else "; ".join(
+            f"{run.name}: {_title(run)}, {_describe(run)}" for run in runs
+        ),
         key_numbers=key_numbers(first) if len(found) == 1 else [],
         sections=sections,
     )
@@ -86,6 +90,10 @@ def build_page(found: Sequence[RunStudy], command: str) -> Page:
 
 def _named(section: Section, name: str) -> Section:
     return Section(f"{name}: {section.title[0].lower()}{section.title[1:]}", section.blocks)
+
+
+def _title(run: LoadedRun) -> str:
+    return f"{run.method} on {run.config.data.task}"
 
 
 def _describe(run: LoadedRun) -> str:

@@ -55,14 +55,14 @@ def key_numbers(found: RunStudy) -> list[KeyNumber]:
         if found.usage:
             numbers.append(KeyNumber("shared demand, α", Number(demand), "mean over layers"))
     cost = cost_record(found.own_cost)
-    numbers.append(KeyNumber("parameters, N", Number(cost["N"], ".3g"), "in 2^20"))
-    numbers.append(KeyNumber("activated, N_A", Number(cost["N_A"], ".3g"), "in 2^20, mean over tokens"))
+    numbers.append(KeyNumber("N (2^20)", Number(cost["N"], ".3g"), "parameters"))
+    numbers.append(KeyNumber("N_A (2^20)", Number(cost["N_A"], ".3g"), "parameters a token uses"))
     item = "sentence" if run.is_text else "image"
-    numbers.append(KeyNumber("FLOPs", Number(cost["FLOPs"], ".3g"), f"in 2^30 per {item}"))
+    numbers.append(KeyNumber("FLOPs (2^30)", Number(cost["FLOPs"], ".3g"), f"per {item}"))
     if run.summary is not None:
         ranks = run.summary["world_size"]
-        numbers.append(KeyNumber("training time", Number(run.summary["wall_seconds"], ",.0f"),
-                                 f"s, on {ranks} rank{'s' if ranks > 1 else ''}"))  # fmt: skip
+        numbers.append(KeyNumber("training time (s)", Number(run.summary["wall_seconds"], ",.0f"),
+                                 f"on {ranks} rank{'s' if ranks > 1 else ''}"))  # fmt: skip
     return numbers
 
 

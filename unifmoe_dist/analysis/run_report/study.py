@@ -44,13 +44,15 @@ class StudyOptions:
         most_tokens: Tokens that are looked at.
         most_items: Items (images, sentences) that are looked at, in place of a number of tokens.
         router_steps: Training steps of the residual router and of its control.
-        all_costs: Whether seconds and memory are measured and the paper's other methods built.
+        measure: Whether seconds and memory are measured.
+        methods: Whether the other methods of the paper's cost table are built and measured too.
     """
 
     most_tokens: int = MOST_TOKENS
     most_items: int | None = None
     router_steps: int = 400
-    all_costs: bool = False
+    measure: bool = False
+    methods: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,8 @@ def study(run: LoadedRun, options: StudyOptions) -> RunStudy:
         name: diagnose_layer(run, name, layer, captured[name], options.router_steps)
         for name, layer in diagnosed.items()
     }
-    own = own_cost(run, sample, executed, options.all_costs)
-    costs = method_costs(run, sample, own) if options.all_costs else [own]
+    own = own_cost(run, sample, executed, options.measure)
+    costs = method_costs(run, sample, own) if options.methods else [own]
     return RunStudy(run, sample, captured, executed, usage, diagnoses, costs)
 
 

@@ -23,6 +23,8 @@ def main(arguments: Sequence[str]) -> None:
     for name, value in counts.items():
         if value is not None and value < 1:
             raise UserError(f"{name} must be at least 1, not {value}.")
+    if not -1 <= options.delta <= 1:
+        raise UserError(f"--delta is a cosine, from -1 to 1, not {options.delta:g}.")
     from unifmoe_dist.analysis.run_report import StudyOptions, load_run, write_report
 
     folders: list[Path] = [options.run] if options.compare is None else [options.run, options.compare]
@@ -40,6 +42,7 @@ def main(arguments: Sequence[str]) -> None:
         measure=options.cost,
         methods=options.cost,
         router_steps=options.router_steps,
+        delta=options.delta,
         most_items=None if options.batches is None else options.batches * runs[0].config.data.eval_batch_size,
         **({} if options.tokens is None else {"most_tokens": options.tokens}),
     )
@@ -60,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--compare", type=Path, metavar="OTHER_RUN", help="another run, to show beside it")
     parser.add_argument("--router-steps", type=int, default=400,
                         help="training steps of the residual router and its control (default: 400)")  # fmt: skip
+    parser.add_argument("--delta", type=float, default=0.98,
+                        help="least cosine of a channel that two experts share (default: 0.98)")  # fmt: skip
     parser.add_argument("--cost", action="store_true",
                         help="measure seconds and memory too, for every method of the paper's cost table")  # fmt: skip
     return parser

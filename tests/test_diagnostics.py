@@ -431,7 +431,7 @@ def test_capture_sees_every_token_where_it_was():
     tokens = torch.cat([x.reshape(-1, 16) for x, _ in seen])
     assert torch.equal(got.tokens, tokens)
     assert torch.equal(got.routing.gates, layer.route(tokens).gates)
-    assert got.routing.statistics is None
+    assert got.routing.by_products is None
     with pytest.raises(UserError, match="at least one batch"):
         capture(model, {name: layer}, [])
 

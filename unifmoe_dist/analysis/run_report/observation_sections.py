@@ -41,6 +41,7 @@ def observation_sections(found: RunStudy, prefix: str) -> list[Section]:
                     "residual and control speaks for the residual: what both show comes from training a router "
                     "anew."
                 ),
+                *_nothing_shared(found),
                 _transition_table(found, prefix),
                 *_pictures(found, prefix, "ranks"),
             ],
@@ -60,6 +61,21 @@ def observation_sections(found: RunStudy, prefix: str) -> list[Section]:
     ]
 
 
+def _nothing_shared(found: RunStudy) -> list[Block]:
+    """A warning for layers in which residual and complete responses are the same."""
+    layers = [layer for layer, d in found.diagnoses.items() if not d.sets.shared.any()]
+    if not layers:
+        return []
+    delta = next(iter(found.diagnoses.values())).settings.delta
+    return [
+        Text(
+            f"In {', '.join(layers)} no pair of experts shares a channel at {delta:g}. The residual is the "
+            "complete response then, so residual router and control are the same by construction, and "
+            "observations 2 and 3 say nothing about sharing. --delta lowers the threshold."
+        )
+    ]
+
+
 def _coactivation_table(found: RunStudy, prefix: str) -> Table:
     rows: list[list[Cell]] = []
     for layer, d in found.diagnoses.items():
@@ -67,6 +83,7 @@ def _coactivation_table(found: RunStudy, prefix: str) -> Table:
         rows.append(
             [
                 layer, Number(d.coactivation.r, ".3f"), Number(d.coactivation.p_value, ".2g"),
+                Number(float(d.sets.alignment.median()), ".3f"),
                 Number(float(ratio.mean()), ".1%"), Number(float(ratio.min()), ".1%"),
                 Number(float(ratio.max()), ".1%"),
                 Number(float(frequency.min()), ".1%"), Number(float(frequency.max()), ".1%"),
@@ -74,10 +91,12 @@ def _coactivation_table(found: RunStudy, prefix: str) -> Table:
         )  # fmt: skip
     return Table(
         f"{prefix}observation-1",
-        "Pearson's r of shared ratio and co-activation over pairs, with its two-sided p-value; ratios and "
-        "frequencies of pairs. Where all experts are still alike (ratios near 100 %) or no longer (near 0 %) "
-        "there is nothing to correlate, and a dash stands for an r that does not exist.",
-        ["layer", "r", "p", "mean shared ratio", "least", "most", "least co-activation", "most"],
+        "Pearson's r of shared ratio and co-activation over pairs, with its two-sided p-value; the median cosine "
+        "of channels, over all pairs; ratios and frequencies of pairs. Where all experts are still alike (ratios "
+        "near 100 %) or no longer (near 0 %) there is nothing to correlate, and a dash stands for an r that does "
+        "not exist.",
+        ["layer", "r", "p", "median cosine", "mean ratio", "least ratio", "most ratio", "least co-activation",
+         "most co-activation"],
         rows,
     )
 

@@ -74,7 +74,8 @@ def _mean_executed(found: RunStudy, name: str) -> float:
 def training_section(runs: Sequence[LoadedRun]) -> list[Section]:
     """Learning curves, on the same axes for several runs; none where nothing was recorded."""
     several = len(runs) > 1
-    records = {run.name if several else "": run.records for run in runs if run.records}
+    runs = [run for run in runs if run.records]
+    records = {run.name if several else "": run.records for run in runs}
     if not records:
         return []
     blocks: list[Block] = [
@@ -86,7 +87,9 @@ def training_section(runs: Sequence[LoadedRun]) -> list[Section]:
             curves_figure(records),
         )
     ]  # fmt: skip
-    if (compute := compute_figure(records)) is not None:
+    fixed = {"topk", "gmoe", "emoe", "emoe_learn"}  # their C_B and k are what the options say
+    varied = {name: run.records for name, run in zip(records, runs, strict=False) if run.config.model.moe not in fixed}
+    if (compute := compute_figure(varied)) is not None:
         caption = (
             "Means over the tokens of the training batches, layer by layer: executed blocks, (residual) experts "
             "and, for UniF-MoE, shared demand."

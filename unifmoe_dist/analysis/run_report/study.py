@@ -44,6 +44,7 @@ class StudyOptions:
         most_tokens: Tokens that are looked at.
         most_items: Items (images, sentences) that are looked at, in place of a number of tokens.
         router_steps: Training steps of the residual router and of its control.
+        delta: Least alignment of a channel that two experts share.
         measure: Whether seconds and memory are measured.
         methods: Whether the other methods of the paper's cost table are built and measured too.
     """
@@ -51,6 +52,7 @@ class StudyOptions:
     most_tokens: int = MOST_TOKENS
     most_items: int | None = None
     router_steps: int = 400
+    delta: float = Settings.delta
     measure: bool = False
     methods: bool = False
 
@@ -125,7 +127,7 @@ def study(run: LoadedRun, options: StudyOptions) -> RunStudy:
         if isinstance(layer, UniFMoELayer)
     }
     diagnoses = {
-        name: diagnose_layer(run, name, layer, captured[name], options.router_steps)
+        name: diagnose_layer(run, name, layer, captured[name], options)
         for name, layer in diagnosed.items()
     }
     own = own_cost(run, sample, executed, options.measure)
@@ -137,16 +139,16 @@ def _can_be_diagnosed(layer: Any) -> bool:
     return isinstance(layer.config, TopKConfig) and layer.config.num_experts >= 2
 
 
-def diagnose_layer(run: LoadedRun, name: str, layer: Any, captured: Capture, router_steps: int) -> Diagnosis:
+def diagnose_layer(run: LoadedRun, name: str, layer: Any, captured: Capture, options: StudyOptions) -> Diagnosis:
     """The three observations on one layer, with the residual router and its control trained on the task."""
     assert captured.tokens is not None
     experts = FrozenExperts.of(layer)
-    training = RouterTraining(steps=router_steps)
-    settings = Settings(router=training)
+    training = RouterTraining(steps=options.router_steps)
+    settings = Settings(delta=options.delta, router=training)
     sets = shared_sets(experts, settings.delta)
     logits = []
     for extracted, what in ((sets, "residual router"), (sets.none_shared(), "its control")):
-        batches = _training_batches(run, router_steps, f"{run.name}: {name}, {what}")
+        batches = _training_batches(run, options.router_steps, f"{run.name}: {name}, {what}")
         weight = train_router_on_task(run.model, layer, extracted, batches, _task_loss, training)
         logits.append(captured.tokens.float() @ weight.cpu().T)
     scores = expert_scores(captured.routing)

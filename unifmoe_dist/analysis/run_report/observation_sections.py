@@ -92,11 +92,10 @@ def _coactivation_table(found: RunStudy, prefix: str) -> Table:
     return Table(
         f"{prefix}observation-1",
         "Pearson's r of shared ratio and co-activation over pairs, with its two-sided p-value; the median cosine "
-        "of channels, over all pairs; ratios and frequencies of pairs. Where all experts are still alike (ratios "
-        "near 100 %) or no longer (near 0 %) there is nothing to correlate, and a dash stands for an r that does "
-        "not exist.",
-        ["layer", "r", "p", "median cosine", "mean ratio", "least ratio", "most ratio", "least co-activation",
-         "most co-activation"],
+        "of channels, over all pairs; shared ratios, and the fractions of tokens routed to a pair. Where all "
+        "experts are still alike (ratios near 100 %) or no longer (near 0 %) there is nothing to correlate, and "
+        "a dash stands for an r that does not exist.",
+        ["layer", "r", "p", "median cosine", "mean ratio", "lowest", "highest", "tokens, lowest", "tokens, highest"],
         rows,
     )
 

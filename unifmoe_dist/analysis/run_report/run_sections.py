@@ -55,10 +55,10 @@ def key_numbers(found: RunStudy) -> list[KeyNumber]:
         if found.usage:
             numbers.append(KeyNumber("shared demand, α", Number(demand), "mean over layers"))
     cost = cost_record(found.own_cost)
-    numbers.append(KeyNumber("N (2^20)", Number(cost["N"], ".3g"), "parameters"))
-    numbers.append(KeyNumber("N_A (2^20)", Number(cost["N_A"], ".3g"), "parameters a token uses"))
+    numbers.append(KeyNumber("N (2^20)", Number(cost["N"], "#.3g"), "parameters"))
+    numbers.append(KeyNumber("N_A (2^20)", Number(cost["N_A"], "#.3g"), "parameters a token uses"))
     item = "sentence" if run.is_text else "image"
-    numbers.append(KeyNumber("FLOPs (2^30)", Number(cost["FLOPs"], ".3g"), f"per {item}"))
+    numbers.append(KeyNumber("FLOPs (2^30)", Number(cost["FLOPs"], "#.3g"), f"per {item}"))
     if run.summary is not None:
         ranks = run.summary["world_size"]
         numbers.append(KeyNumber("training time (s)", Number(run.summary["wall_seconds"], ",.0f"),
@@ -134,7 +134,7 @@ def cost_section(columns: Sequence[CostColumn], name: str = "cost") -> Section:
             [
                 column.label,
                 *(
-                    Number(record.get(s), ".3g" if abs(record.get(s) or 0) < 1 else ".2f",
+                    Number(record.get(s), "#.3g" if abs(record.get(s) or 0) < 1 else ".2f",
                            f"({published[s]:.2f})" if s in published else "")
                     for s in shown
                 ),
@@ -150,7 +150,8 @@ def cost_section(columns: Sequence[CostColumn], name: str = "cost") -> Section:
         caption += (
             " T-TPS and I-TPS: seconds of a training step (with the run's own batch) and of an inference step of "
             "64 items, median of 10; T-RTM and I-RTM: peak memory of both in GiB. Device here: "
-            f"{measured.device}, memory of {measured.memory_kind}."
+            f"{measured.device}, memory of {measured.memory_kind}. Seconds mean little where the "
+            "machine had other work too."
         )
     if any(not column.trained for column in columns):
         caption += (

@@ -75,10 +75,9 @@ def usage_table(usage: Mapping[str, LayerUsage], name: str, num_blocks: int) -> 
         f"Means over tokens, layer by layer. C_B counts executed blocks, a dense FFN executes B = {num_blocks}; "
         "beside its mean stand the 5 % and 95 % quantiles. α is the shared demand, b the shared blocks, k the "
         "residual experts. Loads are the fractions of tokens that use the least and the most used residual "
-        "expert. Pair co-activation is the mean, over pairs of residual experts, of the fraction of tokens that "
-        "use both. The Gram distance is the loss ‖W*ᵀW* − I‖ of the router.",
-        ["layer", "C_B", "C_B (5 %)", "C_B (95 %)", "α", "b", "k", "least load", "most load", "pair co-activation",
-         "Gram distance"],
+        "expert. Co-activation is the mean, over pairs of residual experts, of the fraction of tokens that "
+        "use both. Gram is the loss ‖W*ᵀW* − I‖ of the router.",
+        ["layer", "C_B", "C_B (5 %)", "C_B (95 %)", "α", "b", "k", "least load", "most load", "co-activation", "Gram"],
         rows,
     )  # fmt: skip
 

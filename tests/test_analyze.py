@@ -79,7 +79,8 @@ class Reader(HTMLParser):
 def runs(tmp_path_factory) -> Path:
     """Runs of two steps: unif (in a folder with a hostile name), top2, text."""
     folder = tmp_path_factory.mktemp("runs")
-    wanted = {HOSTILE: [], "top2": ["--model.moe", "topk", "--model.top_k", "2"]}
+    apart = ["--optim.lr", "0.003", "--optim.warmup_steps", "0"]  # so that pairs of experts differ after two steps
+    wanted = {HOSTILE: [], "top2": ["--model.moe", "topk", "--model.top_k", "2", *apart]}
     for name, more in wanted.items():
         job = run_job(folder / "logs", 1, [*WORDS, *more, "--output", str(folder / name)], timeout=200)
         assert job.statuses == [0], job.output
@@ -150,11 +151,12 @@ def test_unif_run_in_a_folder_with_a_hostile_name(runs, capsys):
 
 
 def test_the_three_observations_on_a_top_2_run(runs):
-    read, numbers, folder = make(runs / "top2", "--batches", "1")
+    read, numbers, folder = make(runs / "top2", "--batches", "1", "--delta", "0.95")
     (run,) = numbers["runs"]
     (layer, found), = run["diagnoses"].items()
     assert run["sample"]["items"] == 64 and found["tokens"] == 64 * 5
     first, second, third = (read.tables[f"observation-{n}"] for n in (1, 2, 3))
+    assert found["settings"]["delta"] == 0.95 and "no pair of experts shares" not in read.text
     ratios, frequencies = found["shared_ratio"], found["coactivation_frequency"]
     assert [float(cell) for cell in first[1][5:]] == [
         min(ratios), max(ratios), min(frequencies), max(frequencies)

@@ -37,6 +37,7 @@ setup(
     # launch/ is installed inside the package, where the `unifmoe` command finds it.
     packages=[*find_packages(include=["unifmoe_dist", "unifmoe_dist.*"]), "unifmoe_dist.launch"],
     package_dir={"unifmoe_dist.launch": "launch"},
+    package_data={"unifmoe_dist.analysis.html_report": ["templates/*"]},
     entry_points={"console_scripts": ["unifmoe=unifmoe_dist.console:main"]},
     install_requires=[
         "torch>=2.9",
@@ -57,6 +58,7 @@ setup(
         "pyyaml>=6.0",
         "jsonargparse[signatures]>=4.35",  # typed command lines and YAML straight from the configuration classes
         "tqdm>=4.66",
+        "jinja2>=3.1",  # pages of launch/analyze.py; torch needs it too
         "psutil",
     ],
     extras_require={

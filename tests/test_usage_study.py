@@ -158,7 +158,7 @@ def test_usage_figures_show_the_numbers(tmp_path):
     usage = study_layer(routing_by_hand(), Router(4, 3))
     assert "mean 5.50" in shown(distribution_figure({"blocks.3.mlp": usage}))
     assert "blocks.3.mlp" in shown(load_figure({"blocks.3.mlp": usage}))
-    assert "distance to identity 0.000" in shown(gram_figure({"layer": usage}))
+    assert f"distance to identity {usage.gram_distance:.2g}" in shown(gram_figure({"layer": usage}))
     graph = coactivation_graph({"without Gram loss": usage, "with Gram loss": usage})
     assert shown(graph).count("mean pair co-activation 41.7 %") == 2
     edges = graph.axes[0].lines  # drawn weakest first: 1-2 at half the strength of the others

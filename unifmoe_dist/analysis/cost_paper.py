@@ -18,24 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PAPER_TABLE: dict[str, dict[str, float]] = {
-    "DeiT-S/16": {
-        "N": 20.66, "N_A": 20.66, "FLOPs": 8.57, "T-TPS": 0.23, "I-TPS": 0.04, "T-RTM": 6.81, "I-RTM": 0.29,
-    },
-    "GMoE": {
-        "N": 32.12, "N_A": 23.11, "FLOPs": 10.37, "T-TPS": 1.23, "I-TPS": 0.31, "T-RTM": 8.38, "I-RTM": 0.55,
-    },
-    "EMoE": {
-        "N": 20.70, "N_A": 18.81, "FLOPs": 7.92, "T-TPS": 1.19, "I-TPS": 0.30, "T-RTM": 7.15, "I-RTM": 0.39,
-    },
-    "DynMoE": {
-        "N": 36.45, "N_A": 24.14, "FLOPs": 14.63, "T-TPS": 3.32, "I-TPS": 1.06, "T-RTM": 11.80, "I-RTM": 0.99,
-    },
-    "UniF-MoE": {
-        "N": 34.19, "N_A": 21.01, "FLOPs": 8.70, "T-TPS": 1.23, "I-TPS": 0.17, "T-RTM": 8.84, "I-RTM": 0.26,
-    },
-}  # fmt: skip
-"""Measured by the paper on an RTX 3090: training with 32 images per environment, inference with 64."""
+from unifmoe_dist.baselines.paper_numbers import COST
 
 _DIM, _HIDDEN, _DEPTH, _TOKENS, _CLASSES, _MOE_LAYERS = 384, 1536, 12, 197, 5, 2
 _FFN = 2 * _DIM * _HIDDEN + _HIDDEN + _DIM
@@ -108,4 +91,10 @@ def unif_moe(block_compute: float = 9.21, expert_count: float = 1.3) -> Derivati
     return Derivation(7 * _FFN + router, activated, router + 8 * _DIM, block_compute / 8)
 
 
-DERIVED = {"DeiT-S/16": dense, "GMoE": gmoe, "EMoE": emoe, "DynMoE": dynmoe, "UniF-MoE": unif_moe}
+DERIVED = {"dense": dense, "gmoe": gmoe, "emoe": emoe, "dynmoe": dynmoe, "unif": unif_moe}
+"""By the method's name (baselines/methods.py)."""
+
+
+def published_cost(method: str) -> dict[str, float]:
+    """The paper's column of a method, by statistic; empty where its table leaves the method out."""
+    return {statistic: row[method] for statistic, row in COST.items() if method in row}

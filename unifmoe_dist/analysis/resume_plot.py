@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import matplotlib
+import numpy as np
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-import numpy as np  # noqa: E402
-
-from unifmoe_dist.analysis.training_plots import _save, _style, read_metrics  # noqa: E402
-from unifmoe_dist.errors import UserError  # noqa: E402
+from unifmoe_dist.analysis.figures.style import label as describe
+from unifmoe_dist.analysis.figures.style import new_figure, save
+from unifmoe_dist.analysis.training_plots import read_metrics
+from unifmoe_dist.errors import UserError
 
 
 def training_losses(run: Path) -> dict[int, float]:
@@ -38,7 +36,8 @@ def plot_resume(
         UserError: a resumed run has no step in common with the uninterrupted one after `saved_at`.
     """
     whole = training_losses(uninterrupted[1])
-    figure, (above, below) = plt.subplots(2, 1, figsize=(7.2, 5.6), sharex=True, height_ratios=[3, 2])
+    figure = new_figure(7.2, 5.6)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
     above.plot(list(whole), list(whole.values()), color="0.75", linewidth=5, label=uninterrupted[0])
     largest = {}
     for (label, run), marker, size in zip(resumed.items(), "o^sDvP", (6, 3.5, 3, 3, 3, 3), strict=False):
@@ -60,7 +59,7 @@ def plot_resume(
     above.legend(frameon=False, fontsize=8)
     below.set_yscale("log")
     below.legend(frameon=False, fontsize=8, loc="lower left")
-    _style(above, "", "training loss", "A run resumed at other world sizes")
-    _style(below, "step", "|difference| (log)", "Distance from the uninterrupted run")
-    _save(figure, path)
+    describe(above, "", "training loss", "A run resumed at other world sizes")
+    describe(below, "step", "|difference| (log)", "Distance from the uninterrupted run")
+    save(figure, path)
     return largest

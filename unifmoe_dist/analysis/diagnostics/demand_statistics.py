@@ -45,7 +45,7 @@ class DemandStatistics:
         tokens: (P,) int64, tokens of each pair.
         mean_demand: (P,) mean k_eps of each pair's tokens; NaN for a pair that no token chose.
         cdf: (P, K) fraction of each pair's tokens with k_eps <= m; NaN for a pair that no token chose.
-        groups: The pairs with the lowest and highest shared ratios.
+        groups: The pairs with the lowest and highest shared ratios; none where all ratios are equal.
         correlation: Pearson's r of shared ratio and mean demand over the observed pairs.
         interval: Its bootstrap interval, low and high, pairs resampled.
         confidence: Level of that interval.
@@ -90,7 +90,7 @@ def demand_statistics(
     observed = tokens.nonzero().squeeze(1)
     ratio = ratio.cpu()
     ranked = observed[ratio[observed].argsort(stable=True)]
-    size = min(group_size, len(ranked) // 2)
+    size = min(group_size, len(ranked) // 2) if len(ratio[observed].unique()) > 1 else 0
     groups = {LOW: ranked[:size], HIGH: ranked[len(ranked) - size :]}
     correlation, interval = _bootstrap(ratio[observed], means[observed], resamples, confidence, seed)
     return DemandStatistics(

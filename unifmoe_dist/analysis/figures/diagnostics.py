@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isfinite
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -33,7 +35,8 @@ def coactivation_figure(diagnosis: Diagnosis) -> Figure:
         scatter.annotate(f"{i},{j}", at, xytext=(4, 3), textcoords="offset points", fontsize=7, color="0.4")
     r = diagnosis.coactivation
     label(scatter, r"shared ratio $\rho_{ij}$ (%)", "co-activation (% of tokens)",
-          f"Pearson r = {r.r:.3f} (p = {r.p_value:.2g}, {len(diagnosis.pairs)} pairs)")  # fmt: skip
+          f"Pearson r = {r.r:.3f} (p = {r.p_value:.2g}, {len(diagnosis.pairs)} pairs)" if isfinite(r.r)
+          else "no correlation: one of the two is constant")  # fmt: skip
     scatter.set_ylim(bottom=0)
     scatter.margins(x=0.12)
     return figure
@@ -76,6 +79,8 @@ def demand_figure(diagnosis: Diagnosis) -> Figure:
         low, high = statistics.interval
         level = 100 * statistics.confidence
         title = f"r = {statistics.correlation:.3f}, {level:.0f} % CI [{low:.3f}, {high:.3f}]"
+        if not isfinite(statistics.correlation):
+            title = "no correlation: one of the two is constant"
         label(below, r"shared ratio $\rho_{ij}$ (%)", r"mean $k_\varepsilon$", title)
         below.set_ylim(0.8, diagnosis.num_experts + 1.2)
     axes[0][0].legend(frameon=False, fontsize=8, loc="lower right")
@@ -84,6 +89,9 @@ def demand_figure(diagnosis: Diagnosis) -> Figure:
 
 def _cdf(axis: Axes, statistics: DemandStatistics, num_experts: int) -> None:
     prefixes = range(1, num_experts + 1)
+    if not statistics.groups:
+        observed = statistics.cdf[statistics.tokens > 0]
+        axis.plot(prefixes, observed.mean(0), color="0.4", marker="o", markersize=4, label="all pairs")
     for name, colour, marker in ((LOW, LOW_COLOUR, "s"), (HIGH, HIGH_COLOUR, "o")):
         if name in statistics.groups:
             group = statistics.groups[name]

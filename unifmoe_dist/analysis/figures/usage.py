@@ -104,5 +104,5 @@ def gram_figure(layers: Mapping[str, LayerUsage]) -> Figure:
         names = ["S", *(str(e) for e in range(len(layer.gram) - 1))]
         limit = max(1.0, float(layer.gram.abs().max()))
         heatmap(axis, layer.gram, names, names, -limit, limit, colours="RdBu_r", numbers=len(names) <= 9)
-        axis.set_title(f"{name}: router Gram matrix,\ndistance to identity {layer.gram_distance:.3f}", fontsize=10)
+        axis.set_title(f"{name}: router Gram matrix,\ndistance to identity {layer.gram_distance:.2g}", fontsize=10)
     return figure

@@ -1,0 +1,74 @@
+#!/usr/bin/env python
+"""What a trained run's layers do: `python launch/analyze.py RUN [--compare OTHER_RUN] [--cost]`.
+
+Writes RUN/analysis/report.html, one page that needs nothing else, with figures/ (PNG, PDF), tables/ (CSV) and
+numbers.json beside it. UniF-MoE: how blocks and experts are used, and where. A fixed number of experts per token: the
+paper's three observations. Any run, dense ones too: learning curves and cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from unifmoe_dist.engine.cli import run_main
+from unifmoe_dist.errors import UserError
+
+
+def main(arguments: Sequence[str]) -> None:
+    options = _parser().parse_args(arguments)
+    counts = {"--tokens": options.tokens, "--batches": options.batches, "--router-steps": options.router_steps}
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise UserError(f"{name} must be at least 1, not {value}.")
+    if not -1 <= options.delta <= 1:
+        raise UserError(f"--delta is a cosine, from -1 to 1, not {options.delta:g}.")
+    from unifmoe_dist.analysis.run_report import StudyOptions, load_run, write_report
+
+    folders: list[Path] = [options.run] if options.compare is None else [options.run, options.compare]
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise UserError(f"--compare names {options.run} itself; give another run.")
+    for folder in folders:
+        if not (folder / "config.yaml").is_file():
+            raise UserError(f"{folder} is not a run; give the folder that a training run wrote.")
+    labels = [folder.resolve().name for folder in folders]
+    if len(set(labels)) < len(labels):
+        labels = [str(folder) for folder in folders]
+    runs = [load_run(folder, options.checkpoint, label) for folder, label in zip(folders, labels, strict=True)]
+    default = "analysis" if options.compare is None else f"analysis-with-{folders[1].resolve().name}"
+    wanted = StudyOptions(
+        measure=options.cost,
+        methods=options.cost,
+        router_steps=options.router_steps,
+        delta=options.delta,
+        most_items=None if options.batches is None else options.batches * runs[0].config.data.eval_batch_size,
+        **({} if options.tokens is None else {"most_tokens": options.tokens}),
+    )
+    command = shlex.join(["python", "launch/analyze.py", *arguments])
+    print(write_report(runs, options.output or options.run / default, wanted, command))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="analyze.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("--output", type=Path, help="folder of the report (RUN/analysis)")
+    parser.add_argument("--checkpoint", default="best", help="best, latest or step-N (default: best)")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--tokens", type=int, help="test tokens to look at, at most (default: 20000)")
+    size.add_argument("--batches", type=int, help="batches of data.eval_batch_size items to look at instead")
+    parser.add_argument("--compare", type=Path, metavar="OTHER_RUN", help="another run, to show beside it")
+    parser.add_argument("--router-steps", type=int, default=400,
+                        help="training steps of the residual router and its control (default: 400)")  # fmt: skip
+    parser.add_argument("--delta", type=float, default=0.98,
+                        help="least cosine of a channel that two experts share (default: 0.98)")  # fmt: skip
+    parser.add_argument("--cost", action="store_true",
+                        help="measure seconds and memory too, for every method of the paper's cost table")  # fmt: skip
+    return parser
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,102 @@
+"""How runs went: loss, score and computation over steps, one run or several on the same axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from unifmoe_dist.analysis.figures.style import EXPERT_COLOUR, SHARED_COLOUR, label, new_figure
+
+Records = Sequence[Mapping[str, Any]]
+"""Lines of a metrics.jsonl."""
+
+_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red")
+
+
+def of_kind(records: Records, kind: str) -> list[Mapping[str, Any]]:
+    """Training or validation records."""
+    return [record for record in records if record["kind"] == kind]
+
+
+def curves_figure(runs: Mapping[str, Records]) -> Figure:
+    """Training losses on a log scale, and training and validation scores. A run named "" is not named in legends."""
+    figure = new_figure(9, 3.4)
+    left, right = figure.subplots(1, 2)
+    metrics: set[str] = set()
+    for number, (name, records) in enumerate(runs.items()):
+        train, validation = of_kind(records, "train"), of_kind(records, "validation")
+        colour, second = _COLOURS[2 * number % 4], _COLOURS[(2 * number + 1) % 4]
+        where = f"{name}: " if name else ""
+        steps = [r["step"] for r in train]
+        left.plot(steps, [r["task_loss"] for r in train], color=colour, label=f"{where}task loss")
+        if any(r["div_loss"] for r in train):
+            auxiliary = [r["div_loss"] for r in train]
+            left.plot(steps, auxiliary, "--", color=second, label=f"{where}auxiliary loss (unweighted)")
+        batches = [100 * r["accuracy"] for r in train]
+        right.plot(steps, batches, color=colour, alpha=0.5, label=f"{where}training batches")
+        scores = {"accuracy": f"{where}validation"}
+        if validation and (metric := validation[-1]["metric"]) != "accuracy":
+            scores[metric] = f"{where}validation, {metric.replace('_', ' ')}"
+        for style, (key, text) in zip(("o-", "s--"), scores.items(), strict=False):
+            right.plot([r["step"] for r in validation], [100 * r[key] for r in validation], style, color=second,
+                       markersize=4, label=text)  # fmt: skip
+        metrics.update(scores)
+    if left.get_lines():
+        left.set_yscale("log")
+    what = "accuracy" if metrics == {"accuracy"} else "score"
+    label(left, "step", "loss (log scale)", "Training loss")
+    label(right, "step", f"{what} (%)", what.capitalize())
+    left.legend(frameon=False, fontsize=8)
+    right.legend(frameon=False, fontsize=8, loc="lower right")
+    return figure
+
+
+def compute_figure(runs: Mapping[str, Records]) -> Figure | None:
+    """Mean C_B, k and alpha of every MoE layer over training; None where no run has one.
+
+    Runs differ by line style, layers by colour. Where no block is ever shared there is no alpha to draw.
+    """
+    trained = {name: of_kind(records, "train") for name, records in runs.items()}
+    trained = {name: train for name, train in trained.items() if train and train[-1]["layers"]}
+    if not trained:
+        return None
+    quantities = [("block_compute", "blocks per token", "$C_B$"), ("expert_count", "experts per token", "$k$")]
+    if any(layer["shared_demand"] for train in trained.values() for layer in train[-1]["layers"].values()):
+        quantities.append(("shared_demand", "shared demand", r"$\alpha$"))
+    figure = new_figure(1.4 + 3.2 * len(quantities), 3.4)
+    axes = figure.subplots(1, len(quantities))
+    for axis, (key, text, title) in zip(axes, quantities, strict=True):
+        for style, (name, train) in zip(("-", "--", ":", "-."), trained.items(), strict=False):
+            for colour, layer in zip(_COLOURS * len(train[-1]["layers"]), train[-1]["layers"], strict=False):
+                shown = [r for r in train if layer in r["layers"]]
+                axis.plot([r["step"] for r in shown], [r["layers"][layer][key] for r in shown], style, color=colour,
+                          label=f"{name}: {layer}" if name else layer)  # fmt: skip
+        label(axis, "step", f"mean {text}", title)
+    axes[0].legend(frameon=False, fontsize=8)
+    return figure
+
+
+def usage_figure(record: Mapping[str, Any]) -> Figure:
+    """Loads of residual experts and shared blocks of every layer, in one record."""
+    layers = record["layers"]
+    figure = new_figure(9, 2.6 * len(layers))
+    axes = figure.subplots(len(layers), 2, squeeze=False)
+    for row, (name, layer) in zip(axes, layers.items(), strict=True):
+        for axis, key, text, colour in (
+            (row[0], "expert_load", "residual expert", EXPERT_COLOUR),
+            (row[1], "block_load", "shared block", SHARED_COLOUR),
+        ):
+            _bars(axis, layer[key], text, f"{name}: {text} usage, step {record['step']}", colour)
+    return figure
+
+
+def _bars(axis: Axes, load: Sequence[float], text: str, title: str, colour: str) -> None:
+    values = 100 * np.asarray(load)
+    axis.bar(np.arange(len(values)), values, color=colour)
+    axis.set_xticks(np.arange(len(values)))
+    label(axis, text, "tokens using it (%)", title)
+    axis.grid(visible=False, axis="x")

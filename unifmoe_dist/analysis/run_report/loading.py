@@ -1,0 +1,142 @@
+"""A run's folder as what an analysis needs: its options, data, trained model and records."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from unifmoe_dist.analysis.training_plots import read_metrics
+from unifmoe_dist.baselines.methods import METHODS
+from unifmoe_dist.baselines.tables import BENCHMARKS as SWEPT
+from unifmoe_dist.config import GlueName, TrainConfig
+from unifmoe_dist.data.base import TaskData
+from unifmoe_dist.data.benchmarks import BENCHMARKS
+from unifmoe_dist.engine import build, checkpoint
+from unifmoe_dist.engine.cli import load_train_config
+from unifmoe_dist.engine.ranks import Ranks, seed_everything
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.upcycling import moe_layers
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A run with the weights of one of its checkpoints.
+
+    Args:
+        name: Word for figures and headings; two runs of a comparison have different ones.
+        folder: Where it is.
+        config: Its options.
+        checkpoint: Folder of the weights.
+        step: Step that they are of.
+        task: Its data.
+        model: In evaluation mode, on `device`, all experts here.
+        records: Lines of metrics.jsonl.
+        summary: summary.json; None while the run has not finished.
+        device: Where the analysis computes.
+    """
+
+    name: str
+    folder: Path
+    config: TrainConfig
+    checkpoint: Path
+    step: int
+    task: TaskData
+    model: nn.Module
+    records: list[dict[str, Any]]
+    summary: dict[str, Any] | None
+    device: torch.device
+
+    @property
+    def layers(self) -> dict[str, Any]:
+        """MoE layers by module name."""
+        return moe_layers(self.model)
+
+    @property
+    def ranks(self) -> Ranks:
+        """The one rank that analyses."""
+        return Ranks(0, 1, self.device)
+
+    @property
+    def is_text(self) -> bool:
+        return self.config.data.task == "acceptability" or self.config.data.task in get_args(GlueName)
+
+    @property
+    def method(self) -> str:
+        """Name for readers of what was trained."""
+        return METHODS[found].label if (found := self.paper_method) else self.config.model.moe
+
+    @property
+    def paper_method(self) -> str | None:
+        """Name (baselines/methods.py) of the method if its options are those of one with a fixed name."""
+        config = self.config
+        for method in METHODS.values():
+            here = SWEPT[config.data.task].method_options.get(method.name, {})
+            options = {**NEUTRAL, **method.options, **here}
+            options.pop("model.num_experts", None)  # as many as the run has
+            if all(_option(config, name) == value for name, value in options.items()):
+                return method.name
+        return None
+
+
+NEUTRAL: dict[str, Any] = {
+    "algorithm.name": "erm", "model.shared_demand": None, "model.fixed_experts": None,
+    "model.block_choice": "prototype",
+}  # fmt: skip
+"""Options that methods change, as they are where a method does not."""
+
+
+def _option(config: TrainConfig, name: str) -> Any:
+    group, key = name.split(".")
+    return getattr(getattr(config, group), key)
+
+
+def load_run(folder: Path, name: str = "best", label: str | None = None) -> LoadedRun:
+    """Load a run's checkpoint on the device at hand. Weights come from the checkpoint alone: no others are fetched.
+
+    Args:
+        folder: The run's folder.
+        name: "best", "latest" or "step-N".
+        label: Its name in the report; None takes the folder's.
+
+    Raises:
+        UserError: the folder is no run, has no such checkpoint, or its data are not there.
+    """
+    if not (folder / "config.yaml").is_file():
+        raise UserError(f"{folder} is not a run; give the folder that a training run wrote.")
+    config = load_train_config(str(folder / "config.yaml"))
+    saved = checkpoint.latest(folder, name)
+    config.parallel.gradient_checkpointing = False
+    given = config.model.pretrained
+    if given is None and config.data.task in (*BENCHMARKS, *get_args(GlueName)):
+        config.model.pretrained = "none"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    seed_everything(config.seed)
+    task = build.build_task(config)
+    model = build.build_model(config, task)
+    checkpoint.load_weights(saved, model)
+    return LoadedRun(
+        name=label or folder.resolve().name,
+        folder=folder,
+        config=replace(config, model=replace(config.model, pretrained=given)),
+        checkpoint=saved,
+        step=int(checkpoint.load_progress(saved)["step"]),
+        task=task,
+        model=model.to(device).eval(),
+        records=read_metrics(folder) if (folder / "metrics.jsonl").is_file() else [],
+        summary=_summary(folder / "summary.json"),
+        device=device,
+    )
+
+
+def _summary(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read ({error}); test the run again with launch/evaluate.py.") from error

@@ -1,0 +1,220 @@
+"""What every report has, whatever the run: key numbers, training, cost, options, environment, and how to repeat."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from unifmoe_dist import __version__
+from unifmoe_dist.analysis.cost_paper import published_cost
+from unifmoe_dist.analysis.cost_table import STATISTICS
+from unifmoe_dist.analysis.figures.training import compute_figure, curves_figure
+from unifmoe_dist.analysis.html_report import (
+    Block,
+    Cell,
+    Code,
+    KeyNumber,
+    Number,
+    Picture,
+    Section,
+    Table,
+    Text,
+)
+from unifmoe_dist.analysis.run_report.costs import CostColumn
+from unifmoe_dist.analysis.run_report.loading import LoadedRun
+from unifmoe_dist.analysis.run_report.study import RunStudy, cost_record
+from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.engine.cli import dump_train_config
+
+_PACKAGES = ("torch", "deepspeed", "timm", "transformers", "numpy", "scipy", "matplotlib")
+
+
+def key_numbers(found: RunStudy) -> list[KeyNumber]:
+    """What a reader wants first."""
+    run, model = found.run, found.run.config.model
+    numbers = []
+    if (summary := run.summary) is not None:
+        metric = str(summary["metric"]).replace("_", " ")
+        where = f"held out: {summary['held_out']}" if summary["held_out"] else "test data"
+        numbers.append(KeyNumber(f"test {metric}", Number(summary["score"], ".1%"), where))
+        note = f"checkpoint of step {summary['best_step']}"
+        numbers.append(KeyNumber(f"validation {metric}", Number(summary["validation_score"], ".1%"), note))
+        if (linear := summary.get("linear_baseline_accuracy")) is not None:
+            numbers.append(KeyNumber("linear classifier", Number(linear, ".1%"), "test accuracy, to compare"))
+    if found.executed:
+        compute, count, demand = (_mean_executed(found, n) for n in ("block_compute", "expert_count", "shared_demand"))
+        numbers.append(KeyNumber("blocks per token, C_B", Number(compute), f"a dense FFN: {model.num_blocks}"))
+        experts = next(iter(run.layers.values())).config.num_experts
+        numbers.append(KeyNumber("experts per token, k", Number(count), f"of {experts}"))
+        if found.usage:
+            numbers.append(KeyNumber("shared demand, α", Number(demand), "mean over layers"))
+    cost = cost_record(found.own_cost)
+    numbers.append(KeyNumber("N (2^20)", Number(cost["N"], "#.3g"), "parameters"))
+    numbers.append(KeyNumber("N_A (2^20)", Number(cost["N_A"], "#.3g"), "parameters a token uses"))
+    item = "sentence" if run.is_text else "image"
+    numbers.append(KeyNumber("FLOPs (2^30)", Number(cost["FLOPs"], "#.3g"), f"per {item}"))
+    if run.summary is not None:
+        ranks = run.summary["world_size"]
+        numbers.append(KeyNumber("training time (s)", Number(run.summary["wall_seconds"], ",.0f"),
+                                 f"on {ranks} rank{'s' if ranks > 1 else ''}"))  # fmt: skip
+    return numbers
+
+
+def _mean_executed(found: RunStudy, name: str) -> float:
+    values = [getattr(usage, name) for usage in found.executed.values()]
+    return sum(values) / len(values)
+
+
+def training_section(runs: Sequence[LoadedRun]) -> list[Section]:
+    """Learning curves, on the same axes for several runs; none where nothing was recorded."""
+    several = len(runs) > 1
+    runs = [run for run in runs if run.records]
+    records = {run.name if several else "": run.records for run in runs}
+    if not records:
+        return []
+    blocks: list[Block] = [
+        Picture(
+            "curves", "Learning curves",
+            "Left: task loss, and before weighting the auxiliary losses of the layers, both on a log scale. "
+            "Right: scores on the training batches and on the validation data, of which the best selects the "
+            "checkpoint.",
+            curves_figure(records),
+        )
+    ]  # fmt: skip
+    fixed = {"topk", "gmoe", "emoe", "emoe_learn"}  # their C_B and k are what the options say
+    varied = {name: run.records for name, run in zip(records, runs, strict=False) if run.config.model.moe not in fixed}
+    if (compute := compute_figure(varied)) is not None:
+        caption = (
+            "Means over the tokens of the training batches, layer by layer: executed blocks, (residual) experts "
+            "and, for UniF-MoE, shared demand."
+        )
+        caption += " Line styles tell runs apart, colours layers." if several else ""
+        blocks.append(Picture("compute", "Computation over training", caption, compute))
+    for run in runs:
+        if run.summary is None:
+            blocks.append(Text(f"{run.name} has not finished: it has no test score yet."))
+    return [Section("Training", blocks)]
+
+
+def load_section(found: RunStudy, prefix: str) -> list[Section]:
+    """Loads of a run whose layers have no shared expert."""
+    executed = {name: usage for name, usage in found.executed.items() if name not in found.usage}
+    if not executed:
+        return []
+    widest = max(len(usage.expert_load) for usage in executed.values())
+    rows: list[list[Cell]] = [
+        [
+            name, Number(usage.expert_count), Number(usage.block_compute),
+            *(Number(load, ".1%") for load in usage.expert_load), *[""] * (widest - len(usage.expert_load)),
+        ]
+        for name, usage in executed.items()
+    ]  # fmt: skip
+    caption = (
+        f"Experts per token k, blocks per token C_B (a dense FFN: {found.run.config.model.num_blocks}), and the "
+        "fraction of tokens that each expert gets, over the sample of test data. Equal fractions mean balanced "
+        "experts."
+    )
+    columns = ["layer", "k", "C_B", *(f"expert {e}" for e in range(widest))]
+    return [Section("Expert load", [Table(f"{prefix}load", caption, columns, rows)])]
+
+
+def cost_section(columns: Sequence[CostColumn], name: str = "cost") -> Section:
+    """N, N_A, FLOPs and, where measured, seconds and memory, one row per model; the paper's number beside."""
+    shown = [s for s in STATISTICS if any(s in cost_record(column) for column in columns)]
+    rows: list[list[Cell]] = []
+    for column in columns:
+        record, published = cost_record(column), published_cost(column.method or "")
+        rows.append(
+            [
+                column.label,
+                *(
+                    Number(record.get(s), "#.3g" if abs(record.get(s) or 0) < 1 else ".2f",
+                           f"({published[s]:.2f})" if s in published else "")
+                    for s in shown
+                ),
+            ]
+        )  # fmt: skip
+    caption = (
+        "N: parameters, in 2^20. N_A: those that a token uses, on average. FLOPs: two per multiply-add of matrix "
+        "products, in 2^30 per item, counted from the blocks that were executed. In brackets the paper's number "
+        "for DeiT-S/16 on VLCS and an RTX 3090: to be compared only with the same backbone and device."
+    )
+    measured = next((column.measured for column in columns if column.measured), None)
+    if measured is not None:
+        caption += (
+            " T-TPS and I-TPS: seconds of a training step (with the run's own batch) and of an inference step of "
+            "64 items, median of 10; T-RTM and I-RTM: peak memory of both in GiB. Device here: "
+            f"{measured.device}, memory of {measured.memory_kind}. Seconds mean little where the "
+            "machine had other work too."
+        )
+    if any(not column.trained for column in columns):
+        caption += (
+            " Methods other than the run's own are built anew and not trained: where the number of experts is "
+            "decided by the router (DynMoE, UniF-MoE), their N_A and FLOPs are those before training."
+        )
+    return Section("Cost", [Table(name, caption, ["model", *shown], rows)])
+
+
+def option_section(run: LoadedRun, prefix: str, heading: str) -> Section:
+    """Options that differ from the defaults, then all."""
+    given, default = _flat(asdict(run.config)), _flat(asdict(TrainConfig()))
+    rows: list[list[Cell]] = [
+        [name, _word(value), _word(default[name])] for name, value in given.items() if value != default[name]
+    ]
+    table = Table(f"{prefix}options", "Options that differ from the defaults.", ["option", "here", "default"], rows)
+    return Section(heading, [table, Code(dump_train_config(run.config).strip(), "All options, as in config.yaml:")])
+
+
+def _flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in options.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat
+
+
+def _word(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def environment_section(runs: Sequence[LoadedRun], command: str) -> Section:
+    """Versions and devices of this analysis, seed and ranks of the training, and the commands of both."""
+    device = runs[0].device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    rows: list[list[Cell]] = [["unifmoe_dist", __version__], ["Python", platform.python_version()]]
+    rows += [[package, importlib.metadata.version(package)] for package in _PACKAGES]
+    rows += [
+        ["analysed on", f"{device.type} ({name}), {torch.get_num_threads()} threads"],
+    ]
+    for run in runs:
+        ranks = run.summary["world_size"] if run.summary else None
+        rows.append([f"{run.name}: seed", str(run.config.seed)])
+        rows.append([f"{run.name}: trained on", f"{ranks} rank(s)" if ranks else "unknown: not finished"])
+        rows.append([f"{run.name}: checkpoint", f"{run.checkpoint.name} (step {run.step})"])
+    trainings = "\n".join(train_command(run) for run in runs)
+    return Section(
+        "Environment, and how to repeat",
+        [
+            Table("environment", "What this report was made with.", ["what", "version or value"], rows),
+            Code(trainings, "Train again (as many ranks give the same batches and losses to rounding):"),
+            Code(command, "Make this report again:"),
+            Text(
+                "Beside this page: figures/ (PNG, PDF), tables/ (CSV) and numbers.json, which holds every number "
+                "at full precision. The page itself needs none of them; only its PNG, PDF and CSV links do."
+            ),
+        ],
+    )
+
+
+def train_command(run: LoadedRun) -> str:
+    """A command that trains a run anew, in a folder of another name."""
+    ranks = run.summary["world_size"] if run.summary else 1
+    start = ["python"] if ranks == 1 else ["torchrun", "--nproc-per-node", str(ranks)]
+    words = [*start, "launch/train.py", "--config", str(run.folder / "config.yaml"), "--resume", "false",
+             "--output", f"{run.folder}-again"]  # fmt: skip
+    return shlex.join(words)

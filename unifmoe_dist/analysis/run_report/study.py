@@ -1,0 +1,171 @@
+"""Everything that is computed about one run; `sections.py` shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from unifmoe_dist.analysis.capture import Capture, capture, expert_scores
+from unifmoe_dist.analysis.cost_table import statistics_of
+from unifmoe_dist.analysis.diagnostics import (
+    Diagnosis,
+    FrozenExperts,
+    RouterTraining,
+    Settings,
+    diagnose,
+    train_router_on_task,
+)
+from unifmoe_dist.analysis.diagnostics.alignment import shared_sets
+from unifmoe_dist.analysis.diagnostics.tables import as_record
+from unifmoe_dist.analysis.records import plain
+from unifmoe_dist.analysis.run_report.costs import CostColumn, method_costs, own_cost
+from unifmoe_dist.analysis.run_report.loading import LoadedRun
+from unifmoe_dist.analysis.run_report.sample import MOST_TOKENS, Sample, draw_sample
+from unifmoe_dist.analysis.usage_study import LayerUsage, study_layer, usage_record
+from unifmoe_dist.baselines.topk import TopKConfig
+from unifmoe_dist.data.base import logits_of
+from unifmoe_dist.engine.batches import TrainBatches
+from unifmoe_dist.engine.evaluate import collect_usage, to_device
+from unifmoe_dist.layer import UniFMoELayer
+from unifmoe_dist.usage import UsageSummary
+
+
+@dataclass(frozen=True)
+class StudyOptions:
+    """How much is computed.
+
+    Args:
+        most_tokens: Tokens that are looked at.
+        most_items: Items (images, sentences) that are looked at, in place of a number of tokens.
+        router_steps: Training steps of the residual router and of its control.
+        delta: Least alignment of a channel that two experts share.
+        measure: Whether seconds and memory are measured.
+        methods: Whether the other methods of the paper's cost table are built and measured too.
+    """
+
+    most_tokens: int = MOST_TOKENS
+    most_items: int | None = None
+    router_steps: int = 400
+    delta: float = Settings.delta
+    measure: bool = False
+    methods: bool = False
+
+
+@dataclass(frozen=True)
+class RunStudy:
+    """What was found about a run.
+
+    Args:
+        run: The run.
+        sample: The test data that were looked at.
+        captured: Routing of every MoE layer on them; empty for a dense run.
+        executed: What its MoE layers executed on them.
+        usage: Of its UniF-MoE layers.
+        diagnoses: Of its layers that send tokens to a fixed number of experts, at least two.
+        costs: Its own model, and the paper's methods if they were asked for.
+    """
+
+    run: LoadedRun
+    sample: Sample
+    captured: Mapping[str, Capture]
+    executed: Mapping[str, UsageSummary]
+    usage: Mapping[str, LayerUsage]
+    diagnoses: Mapping[str, Diagnosis]
+    costs: list[CostColumn]
+
+    @property
+    def own_cost(self) -> CostColumn:
+        return next(column for column in self.costs if column.trained)
+
+    def record(self) -> dict[str, Any]:
+        """Every number, as JSON can hold it."""
+        run = self.run
+        return plain(
+            {
+                "name": run.name, "folder": str(run.folder), "checkpoint": run.checkpoint.name, "step": run.step,
+                "options": asdict(run.config), "summary": run.summary,
+                "sample": {"items": len(self.sample.places),
+                           "tokens": {name: len(c.item) for name, c in self.captured.items()}},
+                "executed": {name: asdict(usage) for name, usage in self.executed.items()},
+                "usage": {name: usage_record(usage) for name, usage in self.usage.items()},
+                "diagnoses": {name: as_record(diagnosis) for name, diagnosis in self.diagnoses.items()},
+                "costs": [cost_record(column) for column in self.costs],
+            }
+        )  # fmt: skip
+
+
+def cost_record(column: CostColumn) -> dict[str, Any]:
+    """A column of the cost table, in the table's units."""
+    measured = column.measured
+    return {
+        "label": column.label, "method": column.method, "trained": column.trained,
+        **statistics_of(column.cost, measured),
+        "device": measured and measured.device, "memory_kind": measured and measured.memory_kind,
+    }  # fmt: skip
+
+
+def study(run: LoadedRun, options: StudyOptions) -> RunStudy:
+    """Look at a run's layers on some of its test data, diagnose them, and count what its model costs."""
+    sample = draw_sample(run, options.most_tokens, options.most_items)
+    layers = run.layers
+    diagnosed = {name: layer for name, layer in layers.items() if _can_be_diagnosed(layer)}
+    captured: dict[str, Capture] = {}
+    for layer in layers.values():
+        layer.usage.reset()
+    if layers:
+        captured = capture(run.model, layers, sample.batches(f"{run.name}: layers"), keep_tokens=bool(diagnosed))
+    executed = collect_usage(run.model, run.ranks)
+    usage = {
+        name: study_layer(captured[name].routing, layer.router)
+        for name, layer in layers.items()
+        if isinstance(layer, UniFMoELayer)
+    }
+    diagnoses = {
+        name: diagnose_layer(run, name, layer, captured[name], options)
+        for name, layer in diagnosed.items()
+    }
+    own = own_cost(run, sample, executed, options.measure)
+    costs = method_costs(run, sample, own) if options.methods else [own]
+    return RunStudy(run, sample, captured, executed, usage, diagnoses, costs)
+
+
+def _can_be_diagnosed(layer: Any) -> bool:
+    return isinstance(layer.config, TopKConfig) and layer.config.num_experts >= 2
+
+
+def diagnose_layer(run: LoadedRun, name: str, layer: Any, captured: Capture, options: StudyOptions) -> Diagnosis:
+    """The three observations on one layer, with the residual router and its control trained on the task."""
+    assert captured.tokens is not None
+    experts = FrozenExperts.of(layer)
+    training = RouterTraining(steps=options.router_steps)
+    settings = Settings(delta=options.delta, router=training)
+    sets = shared_sets(experts, settings.delta)
+    logits = []
+    for extracted, what in ((sets, "residual router"), (sets.none_shared(), "its control")):
+        batches = _training_batches(run, options.router_steps, f"{run.name}: {name}, {what}")
+        weight = train_router_on_task(run.model, layer, extracted, batches, _task_loss, training)
+        logits.append(captured.tokens.float() @ weight.cpu().T)
+    scores = expert_scores(captured.routing)
+    return diagnose(experts, captured.tokens, scores, settings, residual_logits=logits[0], control_logits=logits[1])
+
+
+def _training_batches(run: LoadedRun, steps: int, progress: str) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    """The batches that a training run of one rank would see."""
+    data = run.config.data
+    batches = TrainBatches(run.task, data.batch_size, run.config.seed, 0, 1, 1, data.workers)
+    try:
+        for step in tqdm(range(steps), desc=progress, disable=None, leave=False):
+            for inputs, labels in batches.step(step):
+                yield to_device(inputs, run.device, torch.float32), labels.to(run.device)
+    finally:
+        batches.close()
+
+
+def _task_loss(output: Any, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits_of(output), labels)

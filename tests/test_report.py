@@ -282,8 +282,24 @@ def test_folders_that_hold_no_sweep(tmp_path):
     write_run(tmp_path / "a", IDENTITY, {"test_accuracy": 0.5})
     with pytest.raises(UserError, match="does not hold a readable run"):
         collect(tmp_path)
-    (tmp_path / "a" / "run.json").write_text("{")
+    for garbage in ("{", "[]", json.dumps({**IDENTITY, "method": "x"}), json.dumps({**IDENTITY, "task": "x"})):
+        (tmp_path / "a" / "run.json").write_text(garbage)
+        with pytest.raises(UserError, match="does not hold a readable run"):
+            collect(tmp_path)
+
+
+@pytest.mark.parametrize("garbage", ["", "{", "[1]", "3", json.dumps({**SUMMARY, "test_accuracy": "x"})])
+def test_a_summary_that_is_none(tmp_path, garbage):
+    write_run(tmp_path / "a", IDENTITY, SUMMARY)
+    (tmp_path / "a" / "summary.json").write_text(garbage)
     with pytest.raises(UserError, match="does not hold a readable run"):
+        collect(tmp_path)
+
+
+def test_two_sweeps_in_one_folder(tmp_path):
+    write_run(tmp_path / "one" / "a", IDENTITY, SUMMARY)
+    write_run(tmp_path / "two" / "a", IDENTITY)
+    with pytest.raises(UserError, match=r"one/a and .*two/a both hold cola dense seed 0"):
         collect(tmp_path)
 
 

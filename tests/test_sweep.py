@@ -182,6 +182,20 @@ def finished(tmp_path_factory) -> Path:
     return output
 
 
+@pytest.mark.parametrize("garbage", ["", "{", "[1]", "{}"])
+def test_what_is_no_summary_does_not_pass_for_a_finished_run(tmp_path, garbage):
+    (run,) = plan(tmp_path)
+    run.folder.mkdir(parents=True)
+    (run.folder / "config.yaml").write_text(dump_train_config(run.config))
+    (run.folder / "summary.json").write_text(json.dumps({"wall_seconds": 1.0}))
+    (run.folder / "run.json").write_text("garbage")
+    assert state_of(run) is State.FINISHED
+    (run.folder / "summary.json").write_text(garbage)
+    assert state_of(run) is State.NEW
+    run_folder.prepare(run)
+    assert json.loads((run.folder / "run.json").read_text())["method"] == "dense"
+
+
 def words_of(output: Path, *more: str) -> list[str]:
     return [
         "--table", "digits", "--methods", "dense", "unif", "unif-blocks-4", "--held-out", "rot0", "rot75", "--seeds",

@@ -264,6 +264,9 @@ def test_unknown_key_in_a_file(tmp_path):
         (["--optim.momentum", "-1"], 1, ["optim.momentum"]), (["--optim.weight_decay", "-1"], 1, ["weight_decay"]),
         (["--optim.warmup_steps", "-5"], 1, ["warmup_steps"]), (["--optim.grad_clip", "-1"], 1, ["grad_clip"]),
         (["--optim.lambda_div", ".nan"], 1, ["lambda_div", "nan"]),
+        (["--optim.auxiliary_weight", "0.1"], 1, ["auxiliary_weight 0.1", "lambda_div"]),
+        (["--model.num_experts", "0"], 1, ["num_experts", "0"]),
+        (["--model.moe", "none", "--model.num_blocks", "0"], 1, ["num_blocks", "0"]),
     ],
 )  # fmt: skip
 def test_options_that_do_not_fit(words, world, expected):

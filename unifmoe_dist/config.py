@@ -401,6 +401,8 @@ class TrainConfig:
             "eval_every": self.eval_every,
             "log_every": self.log_every,
             "keep_checkpoints": self.keep_checkpoints,
+            "model.num_experts": self.model.num_experts,
+            "model.num_blocks": self.model.num_blocks,
             "data.batch_size": self.data.batch_size,
             "data.eval_batch_size": self.data.eval_batch_size,
             "data.image_size": self.data.image_size,
@@ -485,12 +487,23 @@ def _check_baseline(config: TrainConfig) -> None:
         f"optim.auxiliary_weight must be at least 0 or null, not {weight}.",
     )
     if model.moe == "unif":
+        _check(
+            weight is None,
+            f"optim.auxiliary_weight {weight} belongs to the other MoE layers; the loss of model.moe unif is weighted "
+            "by optim.lambda_div.",
+        )
         return
     _check(
         model.capacity_factor is None,
         f"model.capacity_factor {model.capacity_factor} belongs to model.moe unif; {model.moe} drops no token.",
     )
-    _check(model.num_experts >= 1, f"model.num_experts must be at least 1, not {model.num_experts}.")
+    for name in ("shared_demand", "fixed_experts", "block_choice"):
+        value = getattr(model, name)
+        _check(
+            value == getattr(ModelConfig, name),
+            f"model.{name} {value} is an ablation of model.moe unif and would change nothing in {model.moe}; leave it "
+            "out.",
+        )
     if model.moe in ("topk", "gmoe", "emoe", "emoe_learn"):
         _check(
             1 <= model.top_k <= model.num_experts,

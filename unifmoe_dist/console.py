@@ -43,7 +43,8 @@ def main() -> None:
         return
     name, rest = arguments[0], arguments[1:]
     if name not in COMMANDS:
-        sys.exit(f"error: unifmoe has no command {name!r}; choose one of {', '.join(COMMANDS)}.")
+        print(f"error: unifmoe has no command {name!r}; choose one of {', '.join(COMMANDS)}.", file=sys.stderr)
+        sys.exit(2)
     path = script(name)
     if name == "train" and _several_gpus() and shutil.which("deepspeed"):
         os.execvp("deepspeed", ["deepspeed", str(path), *rest])

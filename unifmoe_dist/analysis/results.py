@@ -19,6 +19,8 @@ from typing import Any
 
 import yaml
 
+from unifmoe_dist.baselines.methods import find_method
+from unifmoe_dist.baselines.tables import BENCHMARKS
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.sweep.run_folder import last_words
 
@@ -74,17 +76,28 @@ def collect(folder: Path) -> list[Result]:
     """Every run that a sweep planned in a folder, finished or not.
 
     Raises:
-        UserError: the folder holds no runs of a sweep, or something unreadable.
+        UserError: the folder holds no runs of a sweep, something unreadable, or the same run twice.
     """
     found = sorted(folder.rglob("run.json"))
     if not found:
         raise UserError(f"{folder} holds no runs of a sweep; give the --output folder of launch/sweep.py.")
-    return [_read(path.parent) for path in found]
+    results: dict[tuple[Any, ...], Result] = {}
+    for result in (_read(path.parent) for path in found):
+        identity = result.task, result.held_out, result.method, result.seed, result.lr
+        if (other := results.setdefault(identity, result)) is not result:
+            raise UserError(
+                f"{other.folder} and {result.folder} both hold {result.name}; give the --output folder of one sweep."
+            )
+    return list(results.values())
 
 
 def _read(folder: Path) -> Result:
     try:
         planned = Result(**json.loads((folder / "run.json").read_text()), folder=folder)
+        find_method(planned.method)
+        known = planned.task in BENCHMARKS and planned.held_out in (BENCHMARKS[planned.task].environments or (None,))
+        if not known or not isinstance(planned.seed, int) or not isinstance(planned.lr, float | int | None):
+            raise ValueError(f"run.json names {planned.task!r}, {planned.held_out!r}, {planned.seed!r}, {planned.lr!r}")
         path = folder / "summary.json"
         if not path.is_file():
             return planned
@@ -93,15 +106,16 @@ def _read(folder: Path) -> Result:
         model, optim = options["model"], options["optim"]
         return Result(
             planned.task, planned.held_out, planned.method, planned.seed, planned.lr, folder,
-            score=100 * summary.get("score", summary["test_accuracy"]),
-            validation=100 * summary.get("validation_score", summary["validation_accuracy"]),
-            block_compute=summary["mean_block_compute"], expert_count=summary["mean_expert_count"],
+            score=100 * float(summary.get("score", summary["test_accuracy"])),
+            validation=100 * float(summary.get("validation_score", summary["validation_accuracy"])),
+            block_compute=float(summary["mean_block_compute"]),
+            expert_count=float(summary["mean_expert_count"]),
             options={
                 "model.num_blocks": model["num_blocks"], "model.num_experts": model["num_experts"],
                 "optim.lambda_div": optim["lambda_div"],
             },
         )  # fmt: skip
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError, UserError) as error:
         raise UserError(f"{folder} does not hold a readable run ({error}); delete it or run it again.") from error
 
 

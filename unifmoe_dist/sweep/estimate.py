@@ -6,7 +6,6 @@ paper's code. They are an order of magnitude for this project's code, until its 
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from unifmoe_dist.baselines.paper_numbers import COST
 from unifmoe_dist.baselines.tables import BENCHMARKS, DOMAINBED, GLUE
 from unifmoe_dist.sweep.plan import Run
-from unifmoe_dist.sweep.run_folder import State
+from unifmoe_dist.sweep.run_folder import State, read_summary
 
 IMAGES = {"pacs": 9_991, "vlcs": 10_729, "officehome": 15_588, "terraincognita": 24_788, "domainnet": 586_575}
 """Images of DomainBed's data sets (Gulrajani and Lopez-Paz, ICLR 2021)."""
@@ -103,8 +102,7 @@ def estimate(runs: Sequence[Run], states: Sequence[State]) -> Estimate:
 def _measured(runs: Sequence[Run], states: Sequence[State]) -> dict[tuple[str, str], float]:
     times: dict[tuple[str, str], list[float]] = defaultdict(list)
     for run, state in zip(runs, states, strict=True):
-        if state is State.FINISHED:
-            summary = json.loads((run.folder / "summary.json").read_text())
+        if state is State.FINISHED and (summary := read_summary(run.folder)) is not None:
             times[run.task, run.method].append(float(summary["wall_seconds"]))
     return {key: sum(values) / len(values) for key, values in times.items()}
 

@@ -29,7 +29,15 @@ from unifmoe_dist.baselines.methods import with_options
 from unifmoe_dist.engine.local_ranks import process_context
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.sweep.plan import Run
-from unifmoe_dist.sweep.run_folder import State, clear_false_start, last_words, locked, prepare, state_of
+from unifmoe_dist.sweep.run_folder import (
+    State,
+    clear_false_start,
+    last_words,
+    locked,
+    prepare,
+    read_summary,
+    state_of,
+)
 
 _TAKEN_STATUS = 75  # sysexits' EX_TEMPFAIL: another process is at work in the folder
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -112,7 +120,7 @@ def run_all(
 
 
 def _account(run: Run, status: int, stopping: bool, outcome: Outcome) -> None:
-    if status == 0 and (run.folder / "summary.json").is_file():
+    if status == 0 and read_summary(run.folder) is not None:
         outcome.finished.append(run)
     elif status == _TAKEN_STATUS:
         outcome.elsewhere.append(run)
@@ -215,7 +223,7 @@ def _attempt(run: Run, discard_checkpoints: bool) -> int:
         state = state_of(run)
         if state is not State.FINISHED:  # another sweep may have been faster
             _train(run, resume=state is State.PARTIAL)
-        if discard_checkpoints and (run.folder / "summary.json").is_file():
+        if discard_checkpoints and read_summary(run.folder) is not None:
             shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
     except UserError as error:
         print(f"error: {error}")

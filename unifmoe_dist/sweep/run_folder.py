@@ -61,9 +61,18 @@ def state_of(run: Run) -> State:
                 f"{run.folder} holds a run with {name} {saved.get(name, default[name])}, not {value}; "
                 "choose another --output, or delete that folder."
             )
-    if (run.folder / "summary.json").is_file():
+    if read_summary(run.folder) is not None:
         return State.FINISHED
     return State.PARTIAL if (run.folder / "checkpoints" / "latest").is_file() else State.NEW
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """A run's summary.json; None if there is none, or what is there is no summary: then the run has to finish again."""
+    try:
+        summary = json.loads((folder / "summary.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return summary if isinstance(summary, dict) and "wall_seconds" in summary else None
 
 
 def prepare(run: Run) -> None:
@@ -72,11 +81,12 @@ def prepare(run: Run) -> None:
     Raises:
         UserError: the folder cannot be made.
     """
-    identity = {name: getattr(run, name) for name in ("task", "held_out", "method", "seed", "lr")}
+    identity = json.dumps({name: getattr(run, name) for name in ("task", "held_out", "method", "seed", "lr")})
+    path = run.folder / "run.json"
     try:
         run.folder.mkdir(parents=True, exist_ok=True)
-        if not (run.folder / "run.json").is_file():
-            write_text(run.folder / "run.json", json.dumps(identity))
+        if not path.is_file() or path.read_bytes() != identity.encode():
+            write_text(path, identity)
     except OSError as error:
         raise UserError(f"--output: {run.folder} cannot be used ({error}); choose another folder.") from error
 

@@ -297,9 +297,10 @@ class Trainer:
             The summary, or None after a stop signal: then the run is saved at its last step, to be resumed.
         """
         config = self.config
-        bar = tqdm(
+        shown = config.progress and self.ranks.rank == 0
+        bar = tqdm(  # disable=None: only on a terminal; a log file gets a line per evaluation instead
             total=config.steps, initial=self.step, desc=self.task.name, dynamic_ncols=True, mininterval=1.0,
-            disable=not config.progress or self.ranks.rank != 0,
+            disable=None if shown else True,
         )  # fmt: skip
         started = time.perf_counter()
         window: list[dict[str, Tensor]] = []
@@ -313,11 +314,15 @@ class Trainer:
                 last = self.step == config.steps
                 checked = last or self.step % config.eval_every == 0
                 if checked or result.signal or self.step % config.log_every == 0:
-                    bar.set_postfix_str(self._log_training(window))
+                    text = self._log_training(window)
+                    bar.set_postfix_str(text)
                     window = []
                 seconds = self.seconds + time.perf_counter() - started
                 if checked:
                     self._validate_and_save(seconds)
+                    if shown and bar.disable:
+                        best = f"best {self.task.metric.name} {self.selection.score:.3f} at step {self.selection.step}"
+                        print(f"step {self.step}/{config.steps}: {text}, {best}", flush=True)
                 elif result.signal:
                     self._save(seconds, better=False)
                 if result.signal:

@@ -43,8 +43,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     for name in ("tokens", "batch", "seconds", "threads"):
         value = getattr(options, name)
-        if value is not None and value <= 0:
-            raise UserError(f"--{name} must be above 0, not {value}.")
+        if value is not None and not 0 < value < float("inf"):
+            raise UserError(f"--{name} must be above 0 and finite, not {value}.")
     return options
 
 
@@ -75,7 +75,10 @@ def main(arguments: Sequence[str]) -> None:
     models = options.models
     if models == []:
         models = list(MODELS) if on_gpu else ["deit-s"]
-    options.output.mkdir(parents=True, exist_ok=True)
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {options.output} cannot be used ({error}); choose another folder.") from error
     rate = benchmark.matmul_rate(device, dtype)
     sections, record = [where], {"where": where, "machine": platform.machine(), "matmul_flop_per_s": rate}
 

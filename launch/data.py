@@ -10,6 +10,7 @@ from pathlib import Path
 
 from unifmoe_dist.data.benchmarks import BENCHMARKS, Benchmark
 from unifmoe_dist.engine.cli import run_main
+from unifmoe_dist.errors import UserError
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -67,6 +68,8 @@ def _prepare(benchmark: Benchmark, archives: list[Path], root: Path, progress: b
 def _verify(benchmark: Benchmark, root: Path, workers: int, progress: bool) -> None:
     from unifmoe_dist.data.verify import verify
 
+    if workers < 0:
+        raise UserError(f"--workers must be at least 0, not {workers}.")
     report = verify(benchmark, root, workers, progress)
     print("\n".join(report.lines()))
     if not report.good:

@@ -296,11 +296,26 @@ def test_command_line(tmp_path):
     assert (tmp_path / "benchmark.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("option", ["--tokens", "--batch", "--seconds", "--threads"])
-def test_command_line_refuses(option):
+@pytest.fixture
+def command():
+    """launch/benchmark.py as a module."""
     spec = importlib.util.spec_from_file_location("launch_benchmark", ROOT / "launch/benchmark.py")
-    command = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(command)
-    with pytest.raises(UserError, match=f"{option} must be above 0, not 0"):
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("option", ["--tokens", "--batch", "--seconds", "--threads"])
+def test_command_line_refuses(option, command):
+    with pytest.raises(UserError, match=f"{option} must be above 0 and finite, not 0"):
         command.parse([option, "0"])
     assert set(command.SHAPES) == benchmark.PAPER.keys() and set(command.MODELS) == benchmark.MODELS.keys()
+
+
+def test_times_and_folders_that_cannot_be(tmp_path, command):
+    for value in ("nan", "inf"):
+        with pytest.raises(UserError, match=f"--seconds must be above 0 and finite, not {value}"):
+            command.parse(["--seconds", value])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--output .*file cannot be used"):
+        command.main(["--shapes", "vision", "--output", str(tmp_path / "file")])

@@ -7,6 +7,7 @@ import http.server
 import importlib.util
 import io
 import json
+import random
 import tarfile
 import threading
 import zipfile
@@ -152,6 +153,33 @@ def test_nothing_is_written_outside(kind, tmp_path):
     assert not (tmp_path / "outside").exists()
 
 
+@pytest.mark.parametrize("offset,value", [(6, 1), (8, 99)])
+def test_a_zip_that_is_encrypted_or_compressed_in_an_unknown_way(offset, value, tmp_path):
+    archive = tmp_path / "a.zip"
+    with zipfile.ZipFile(archive, "w") as target:
+        target.writestr("name", "text")
+    content = bytearray(archive.read_bytes())
+    for signature, more in ((b"PK\x03\x04", 0), (b"PK\x01\x02", 2)):  # the member's own header, and the directory's
+        content[content.index(signature) + offset + more] = value
+    archive.write_bytes(content)
+    with pytest.raises(UserError, match="cannot be unpacked .*(encrypted|compression)"):
+        unpack(archive, tmp_path / "in", progress=False)
+
+
+def test_a_compressed_archive_that_is_damaged_inside(tmp_path):
+    archive = tmp_path / "a.tar.xz"
+    with tarfile.open(archive, "w:xz") as target:
+        info = tarfile.TarInfo("name")
+        info.size = 200_000
+        target.addfile(info, io.BytesIO(random.Random(0).randbytes(info.size)))
+    content = bytearray(archive.read_bytes())
+    for place in range(100_000, 190_000, 1000):
+        content[place] ^= 255
+    archive.write_bytes(content)
+    with pytest.raises(UserError, match="is damaged"):
+        unpack(archive, tmp_path / "in", progress=False)
+
+
 # -- verifying ----------------------------------------------------------------------------------------------------
 
 
@@ -175,6 +203,8 @@ def test_verify_finds_what_is_wrong(tmp_path, capsys):
         assert report.truncated == [str(folder / "LabelMe/car/000.jpg")] and report.images == 39
     with pytest.raises(SystemExit) as status:
         command.main(["verify", "vlcs", "--root", str(tmp_path), "--workers", "0", "--quiet"])
+    with pytest.raises(UserError, match="--workers must be at least 0, not -1"):
+        command.main(["verify", "vlcs", "--root", str(tmp_path), "--workers", "-1", "--quiet"])
     printed = capsys.readouterr().out
     assert status.value.code == 1 and printed.endswith("NOT as published\n")
     expected = (

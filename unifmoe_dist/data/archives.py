@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import lzma
 import stat
 import tarfile
 import zipfile
@@ -24,7 +25,7 @@ def unpack(archive: Path, folder: Path, progress: bool = True) -> None:
     """Unpack a zip or tar file, compressed or not, into `folder`.
 
     Raises:
-        UserError: it is no archive, is damaged, or holds a name or link that leads outside.
+        UserError: it is no archive, is damaged or encrypted, or holds a name or link that leads outside.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -38,8 +39,10 @@ def unpack(archive: Path, folder: Path, progress: bool = True) -> None:
         raise UserError(
             f"{archive} holds what must not be unpacked ({error}); get it from its official source."
         ) from error
-    except (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError) as error:
+    except (zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, EOFError) as error:
         raise UserError(f"{archive} is damaged ({error}); download it again.") from error
+    except RuntimeError as error:  # zipfile's word for encryption, and for compression that it does not know
+        raise UserError(f"{archive} cannot be unpacked ({error}); get it from its official source.") from error
     except OSError as error:
         raise UserError(
             f"{archive} could not be unpacked into {folder} ({error}); free space or look at rights."

@@ -264,6 +264,10 @@ def test_unknown_key_in_a_file(tmp_path):
         (["--optim.momentum", "-1"], 1, ["optim.momentum"]), (["--optim.weight_decay", "-1"], 1, ["weight_decay"]),
         (["--optim.warmup_steps", "-5"], 1, ["warmup_steps"]), (["--optim.grad_clip", "-1"], 1, ["grad_clip"]),
         (["--optim.lambda_div", ".nan"], 1, ["lambda_div", "nan"]),
+        (["--model.backbone", "deit"], 1, ["model.backbone", "digits"]),
+        (["--data.root", "there"], 1, ["data.root", "digits"]), (["--model.dropout", "0.1"], 1, ["dropout", "digits"]),
+        (["--data.task", "cola", "--model.drop_path", "0.1"], 1, ["drop_path", "cola"]),
+        (["--data.task", "acceptability", "--data.image_size", "32"], 1, ["image_size", "acceptability"]),
         (["--optim.auxiliary_weight", "0.1"], 1, ["auxiliary_weight 0.1", "lambda_div"]),
         (["--model.num_experts", "0"], 1, ["num_experts", "0"]),
         (["--model.moe", "none", "--model.num_blocks", "0"], 1, ["num_blocks", "0"]),
@@ -273,6 +277,15 @@ def test_options_that_do_not_fit(words, world, expected):
     with pytest.raises(UserError) as error:
         parse_train_config(words).validate(world)
     assert all(word in str(error.value) for word in expected)
+
+
+@pytest.mark.parametrize("text,group", [("model: 3", "model"), ("data: []", "data"), ("optim: null", "optim")])
+def test_a_group_of_options_that_is_none(tmp_path, text, group):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(UserError, match=f"{group} is .* must hold options"):
+        parse_train_config(["--config", str(tmp_path / "config.yaml")])
+    with pytest.raises(UserError, match=f"{group} is .* must hold options"):
+        load_train_config(str(tmp_path / "config.yaml"))
 
 
 def test_a_file_of_options_that_is_no_text(tmp_path):

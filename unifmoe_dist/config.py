@@ -6,7 +6,7 @@ Every field is validated when the object is made, so a bad value is refused befo
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, TypedDict
+from typing import Literal, TypedDict, get_args
 
 from unifmoe_dist.errors import UserError
 
@@ -420,6 +420,7 @@ class TrainConfig:
                 f"{name} out, or set epochs null.",
             )
         _check(self.data.workers >= 0, f"data.workers must be at least 0, not {self.data.workers}.")
+        _check_task(self)
         for name in ("dropout", "drop_path"):
             rate = getattr(self.model, name)
             _check(0 <= rate < 1, f"model.{name} must be at least 0 and below 1, not {rate}.")
@@ -477,6 +478,22 @@ class TrainConfig:
                 "model.", model.num_experts, model.shared_demand, model.fixed_experts, model.block_choice
             )
             _check(bool(self.model.layers), "model.layers is empty; name at least one layer or set model.moe none.")
+
+
+def _check_task(config: TrainConfig) -> None:
+    """Refuse options that the task would ignore."""
+    data, model, task = config.data, config.model, config.data.task
+    ignored: dict[str, bool] = {}
+    if task in ("digits", "acceptability"):
+        ignored = {
+            "data.root": data.root is not None, "model.backbone": model.backbone is not None,
+            "model.pretrained": task == "digits" and model.pretrained is not None, "model.dropout": model.dropout != 0,
+        }  # fmt: skip
+    if task not in get_args(DomainBedName):
+        ignored["model.drop_path"] = model.drop_path != 0
+        ignored["data.image_size"] = data.image_size != DataConfig.image_size
+    for name, given in ignored.items():
+        _check(not given, f"{name} would change nothing in data.task {task}; leave it out, or choose another task.")
 
 
 def _check_baseline(config: TrainConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
@@ -61,6 +62,15 @@ def load_train_config(path: str) -> TrainConfig:
 
 
 def as_config(parser: ArgumentParser, parsed: Namespace) -> TrainConfig:
+    """The parsed options as a configuration.
+
+    Raises:
+        UserError: a group of options, such as model, is a single value.
+    """
+    for field in fields(TrainConfig):
+        value = parsed[field.name]
+        if is_dataclass(field.default_factory) and not isinstance(value, Namespace):
+            raise UserError(f"{field.name} is {value!r}, but must hold options, such as those of --help.")
     values = parser.instantiate_classes(parsed).as_dict()
     return TrainConfig(**{k: v for k, v in values.items() if k in TrainConfig.__dataclass_fields__})
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What a trained run's layers do: `python launch/analyze.py RUN [--compare OTHER_RUN] [--cost]`.
+"""What a trained run's layers do: `python launch/analyze.py RUN [--compare OTHER_RUN] [--masks FOLDER] [--cost]`.
 
 Writes RUN/analysis/report.html, one page that needs nothing else, with figures/ (PNG, PDF), tables/ (CSV) and
 numbers.json beside it. UniF-MoE: how blocks and experts are used, and where. A fixed number of experts per token: the
@@ -40,9 +40,10 @@ def main(arguments: Sequence[str]) -> None:
     default = "analysis" if options.compare is None else f"analysis-with-{folders[1].resolve().name}"
     wanted = StudyOptions(
         measure=options.cost,
-        methods=options.cost,
+        methods=options.cost or options.methods,
         router_steps=options.router_steps,
         delta=options.delta,
+        masks=options.masks,
         most_items=None if options.batches is None else options.batches * runs[0].config.data.eval_batch_size,
         **({} if options.tokens is None else {"most_tokens": options.tokens}),
     )
@@ -65,8 +66,13 @@ def _parser() -> argparse.ArgumentParser:
                         help="training steps of the residual router and its control (default: 400)")  # fmt: skip
     parser.add_argument("--delta", type=float, default=0.98,
                         help="least cosine of a channel that two experts share (default: 0.98)")  # fmt: skip
+    parser.add_argument("--masks", type=Path, metavar="FOLDER",
+                        help="label images (one PNG per test image, a class number per pixel, named like the image or, "
+                        "for digits, by its number): usage by semantic element")  # fmt: skip
+    parser.add_argument("--methods", action="store_true",
+                        help="count N, N_A and FLOPs of every method of the paper's tables too")  # fmt: skip
     parser.add_argument("--cost", action="store_true",
-                        help="measure seconds and memory too, for every method of the paper's cost table")  # fmt: skip
+                        help="--methods, and measure the seconds and memory of all")  # fmt: skip
     return parser
 
 

@@ -44,7 +44,8 @@ class MeasuredCost:
 
 
 def measure_cost(
-    build: Callable[[], nn.Module],
+    deploy: Callable[[], nn.Module],
+    prepare: Callable[[], nn.Module],
     loss_of: Callable[[nn.Module, Mapping[str, Tensor], Tensor], Tensor],
     train_batch: tuple[Mapping[str, Tensor], Tensor],
     eval_inputs: Mapping[str, Tensor],
@@ -52,11 +53,12 @@ def measure_cost(
     repeats: int = 10,
     warmup: int = 2,
 ) -> MeasuredCost:
-    """Measure a model that is built anew for inference and for training, so that neither holds the other's memory.
+    """Measure a method, built anew for inference and for training, so that neither holds the other's memory.
 
     Args:
-        build: Makes the model on the CPU.
-        loss_of: `loss_of(model, inputs, labels)`, auxiliary losses included.
+        deploy: Makes the model that is deployed, on the CPU.
+        prepare: Makes what is trained, on the CPU: the model with all that only training needs.
+        loss_of: `loss_of(trained, inputs, labels)`, auxiliary losses included.
         train_batch: Inputs and labels of a training step (the paper: 32 images of each training environment).
         eval_inputs: Inputs of an inference step (the paper: 64 images).
         device: Where.
@@ -64,9 +66,9 @@ def measure_cost(
         warmup: Steps before.
     """
     held_out = _move(eval_inputs, device)
-    eval_seconds, eval_memory = _inference(build().to(device).eval(), held_out, device, repeats, warmup)
+    eval_seconds, eval_memory = _inference(deploy().to(device).eval(), held_out, device, repeats, warmup)
     inputs, labels = _move(train_batch[0], device), train_batch[1].to(device)
-    trained = build().to(device).train()
+    trained = prepare().to(device).train()
     optimizer = torch.optim.Adam(trained.parameters(), lr=1e-5)
 
     def train() -> None:

@@ -23,12 +23,14 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def plot_run(folder: Path) -> list[Path]:
-    """Write curves.png and, for a run with MoE layers, compute.png and usage.png into folder/plots."""
+    """Write curves.png into folder/plots; with MoE layers usage.png and, where computation varies, compute.png too."""
     records = read_metrics(folder)
     plots = folder / "plots"
     plots.mkdir(exist_ok=True)
     written = [save(curves_figure({"": records}), plots / "curves.png")]
     if (compute := compute_figure({"": records})) is not None:
         written.append(save(compute, plots / "compute.png"))
-        written.append(save(usage_figure(of_kind(records, "validation")[-1]), plots / "usage.png"))
+    validation = of_kind(records, "validation")
+    if validation and validation[-1]["layers"]:
+        written.append(save(usage_figure(validation[-1]), plots / "usage.png"))
     return written

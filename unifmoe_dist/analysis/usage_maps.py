@@ -69,6 +69,9 @@ class ElementUsage:
         blocks: (E, B) share of the element's shared-block selections that go to each block; rows sum to 1.
         experts: (E, K) share of its residual-expert activations that go to each expert; rows sum to 1.
         compute: (E,) mean C_B.
+        shared_demand: (E,) mean alpha.
+        shared_block_count: (E,) mean b.
+        expert_count: (E,) mean k.
     """
 
     elements: list[int]
@@ -76,6 +79,17 @@ class ElementUsage:
     blocks: Tensor
     experts: Tensor
     compute: Tensor
+    shared_demand: Tensor
+    shared_block_count: Tensor
+    expert_count: Tensor
+
+    def most_common(self, count: int) -> ElementUsage:
+        """The `count` elements with the most patches, in the order of their numbers."""
+        kept = sorted(sorted(range(len(self.elements)), key=lambda e: -self.patches[e])[:count])
+        return ElementUsage(
+            [self.elements[e] for e in kept], [self.patches[e] for e in kept], self.blocks[kept], self.experts[kept],
+            self.compute[kept], self.shared_demand[kept], self.shared_block_count[kept], self.expert_count[kept],
+        )  # fmt: skip
 
 
 def element_usage(captured: Capture, grid: PatchGrid, mask: Tensor, ignore: int = -1) -> ElementUsage:
@@ -100,12 +114,20 @@ def element_usage(captured: Capture, grid: PatchGrid, mask: Tensor, ignore: int 
     if not elements:
         raise UserError(f"the mask names no element: every patch is {ignore}.")
     groups = [mask == number for number in elements]
+
+    def means(values: Tensor) -> Tensor:
+        return torch.stack([values[group].double().mean() for group in groups])
+
     return ElementUsage(
         elements,
         [int(group.sum()) for group in groups],
         torch.stack([_shares(shared[group]) for group in groups]),
         torch.stack([_shares(active[group]) for group in groups]),
-        torch.stack([compute[group].double().mean() for group in groups]),
+        means(compute),
+        *(
+            means(grid.fold(values, captured))
+            for values in (routing.shared_demand, routing.shared_block_count, routing.expert_count)
+        ),
     )
 
 
@@ -122,6 +144,29 @@ class TextCompute:
     tokens: list[str]
     block_compute: list[int]
     expert_count: list[int]
+
+
+@dataclass(frozen=True)
+class TokenMean:
+    """A word of the vocabulary over all its occurrences: mean C_B, mean k, and how often it was seen."""
+
+    token: str
+    block_compute: float
+    expert_count: float
+    count: int
+
+
+def token_means(texts: Sequence[TextCompute]) -> list[TokenMean]:
+    """Mean C_B and k of every different token of some texts, by falling C_B, equal ones by their string."""
+    seen: dict[str, list[tuple[int, int]]] = {}
+    for text in texts:
+        for token, compute, experts in zip(text.tokens, text.block_compute, text.expert_count, strict=True):
+            seen.setdefault(token, []).append((compute, experts))
+    means = [
+        TokenMean(token, sum(c for c, _ in values) / len(values), sum(k for _, k in values) / len(values), len(values))
+        for token, values in seen.items()
+    ]
+    return sorted(means, key=lambda mean: (-mean.block_compute, mean.token))
 
 
 def text_compute(captured: Capture, tokens: Sequence[Sequence[str]]) -> list[TextCompute]:

@@ -58,7 +58,7 @@ def element_figure(image: Tensor, mask: Tensor, usage: ElementUsage, names: Sequ
         image: (channels, height, width), values in 0..1.
         mask: (rows, columns), element of each patch.
         usage: From `element_usage`.
-        names: One per element of `usage`.
+        names: One per element of `usage`, of which there are at most 20; patches of others stay grey.
     """
     figure = new_figure(10, 3.9 + 0.4 * len(names))
     halves: Any = figure.subfigures(2, 1, height_ratios=[2.8, 1.1 + 0.4 * len(names)])
@@ -99,9 +99,10 @@ def _semantics(axis: Axes, mask: Tensor, elements: list[int], names: Sequence[st
     place = {number: index for index, number in enumerate(elements)}
     indices = np.array([[place.get(int(v), -1) for v in row] for row in mask])
     masked = np.ma.masked_less(indices, 0)
-    axis.imshow(masked, cmap="tab10", vmin=0, vmax=9)
+    axis.imshow(masked, cmap="tab20", vmin=0, vmax=19)
+    axis.set_facecolor("0.9")
     axis.set(xticks=[], yticks=[])
     axis.set_title("patch semantics", fontsize=10)
     colours = axis.images[0].cmap
-    handles = [Rectangle((0, 0), 1, 1, color=colours(index % 10)) for index in range(len(names))]
+    handles = [Rectangle((0, 0), 1, 1, color=colours(index % 20)) for index in range(len(names))]
     axis.legend(handles, names, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5))

@@ -56,12 +56,13 @@ def curves_figure(runs: Mapping[str, Records]) -> Figure:
 
 
 def compute_figure(runs: Mapping[str, Records]) -> Figure | None:
-    """Mean C_B, k and alpha of every MoE layer over training; None where no run has one.
+    """Mean C_B, k and alpha of every MoE layer over training; None where it never changes, or no run has a layer.
 
-    Runs differ by line style, layers by colour. Where no block is ever shared there is no alpha to draw.
+    A fixed number of experts per token is left out: it is what the options say. Runs differ by line style, layers by
+    colour. Where no block is ever shared there is no alpha to draw.
     """
     trained = {name: of_kind(records, "train") for name, records in runs.items()}
-    trained = {name: train for name, train in trained.items() if train and train[-1]["layers"]}
+    trained = {name: train for name, train in trained.items() if _varies(train)}
     if not trained:
         return None
     quantities = [("block_compute", "blocks per token", "$C_B$"), ("expert_count", "experts per token", "$k$")]
@@ -80,16 +81,22 @@ def compute_figure(runs: Mapping[str, Records]) -> Figure | None:
     return figure
 
 
+def _varies(train: Records) -> bool:
+    """Whether the mean C_B differs between steps or layers; means over a batch carry rounding errors."""
+    means = [layer["block_compute"] for record in train for layer in record["layers"].values()]
+    return bool(means) and max(means) - min(means) > 1e-6 * max(means)
+
+
 def usage_figure(record: Mapping[str, Any]) -> Figure:
-    """Loads of residual experts and shared blocks of every layer, in one record."""
+    """Loads of experts and, where blocks are shared, of shared blocks of every layer, in one record."""
     layers = record["layers"]
-    figure = new_figure(9, 2.6 * len(layers))
-    axes = figure.subplots(len(layers), 2, squeeze=False)
+    kinds = [("expert_load", "expert", EXPERT_COLOUR)]
+    if any(any(layer["block_load"]) for layer in layers.values()):
+        kinds = [("expert_load", "residual expert", EXPERT_COLOUR), ("block_load", "shared block", SHARED_COLOUR)]
+    figure = new_figure(4.5 * len(kinds), 2.6 * len(layers))
+    axes = figure.subplots(len(layers), len(kinds), squeeze=False)
     for row, (name, layer) in zip(axes, layers.items(), strict=True):
-        for axis, key, text, colour in (
-            (row[0], "expert_load", "residual expert", EXPERT_COLOUR),
-            (row[1], "block_load", "shared block", SHARED_COLOUR),
-        ):
+        for axis, (key, text, colour) in zip(row, kinds, strict=True):
             _bars(axis, layer[key], text, f"{name}: {text} usage, step {record['step']}", colour)
     return figure
 

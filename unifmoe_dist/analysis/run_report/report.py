@@ -11,6 +11,7 @@ from typing import Any
 from unifmoe_dist.analysis.html_report import Page, Section, write_page
 from unifmoe_dist.analysis.records import plain
 from unifmoe_dist.analysis.run_report.comparison import comparison_record, comparison_sections
+from unifmoe_dist.analysis.run_report.elements import element_sections
 from unifmoe_dist.analysis.run_report.loading import LoadedRun
 from unifmoe_dist.analysis.run_report.observation_sections import observation_sections
 from unifmoe_dist.analysis.run_report.run_sections import (
@@ -21,7 +22,7 @@ from unifmoe_dist.analysis.run_report.run_sections import (
     option_section,
     training_section,
 )
-from unifmoe_dist.analysis.run_report.study import RunStudy, StudyOptions, study
+from unifmoe_dist.analysis.run_report.study import RunStudy, StudyOptions, find_masks, study
 from unifmoe_dist.analysis.run_report.usage_sections import usage_sections
 from unifmoe_dist.engine.checkpoint import write_text
 from unifmoe_dist.errors import UserError
@@ -43,8 +44,10 @@ def write_report(runs: Sequence[LoadedRun], output: Path, options: StudyOptions,
     """
     try:
         output.mkdir(parents=True, exist_ok=True)  # before the work, not after
-        found = [study(runs[0], options)]
-        found += [study(run, replace(options, methods=False)) for run in runs[1:]]  # one set of methods will do
+        masks = find_masks(runs, options)
+        found = [study(runs[0], options, masks[0])]
+        for run, own in zip(runs[1:], masks[1:], strict=True):
+            found.append(study(run, replace(options, methods=False), own))  # one set of methods will do
         page = build_page(found, command)
         write_text(output / NUMBERS, json.dumps(numbers(found), indent=1))
         return write_page(page, output)
@@ -70,9 +73,10 @@ def build_page(found: Sequence[RunStudy], command: str) -> Page:
     sections += training_section(runs)
     for number, one in enumerate(found, start=1):
         prefix = f"run-{number}-" if len(found) > 1 else ""
-        own = [*load_section(one, prefix), *usage_sections(one, prefix), *observation_sections(one, prefix)]
+        own = [*load_section(one, prefix), *usage_sections(one, prefix)]
+        own += [*element_sections(one.run, one.elements, prefix), *observation_sections(one, prefix)]
         sections += [_named(section, one.run.name) for section in own] if len(found) > 1 else own
-    sections.append(cost_section(list({c.label: c for one in found for c in one.costs}.values())))
+    sections.append(cost_section([one.costs for one in found]))
     for number, run in enumerate(runs, start=1):
         several = len(runs) > 1
         heading = f"Configuration of {run.name}" if several else "Configuration"

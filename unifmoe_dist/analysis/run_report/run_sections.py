@@ -26,7 +26,7 @@ from unifmoe_dist.analysis.html_report import (
     Table,
     Text,
 )
-from unifmoe_dist.analysis.run_report.costs import CostColumn
+from unifmoe_dist.analysis.run_report.costs import CostTable
 from unifmoe_dist.analysis.run_report.loading import LoadedRun
 from unifmoe_dist.analysis.run_report.study import RunStudy, cost_record
 from unifmoe_dist.config import TrainConfig
@@ -87,9 +87,7 @@ def training_section(runs: Sequence[LoadedRun]) -> list[Section]:
             curves_figure(records),
         )
     ]  # fmt: skip
-    fixed = {"topk", "gmoe", "emoe", "emoe_learn"}  # their C_B and k are what the options say
-    varied = {name: run.records for name, run in zip(records, runs, strict=False) if run.config.model.moe not in fixed}
-    if (compute := compute_figure(varied)) is not None:
+    if (compute := compute_figure(records)) is not None:
         caption = (
             "Means over the tokens of the training batches, layer by layer: executed blocks, (residual) experts "
             "and, for UniF-MoE, shared demand."
@@ -124,8 +122,10 @@ def load_section(found: RunStudy, prefix: str) -> list[Section]:
     return [Section("Expert load", [Table(f"{prefix}load", caption, columns, rows)])]
 
 
-def cost_section(columns: Sequence[CostColumn], name: str = "cost") -> Section:
+def cost_section(tables: Sequence[CostTable]) -> Section:
     """N, N_A, FLOPs and, where measured, seconds and memory, one row per model; the paper's number beside."""
+    columns = list({column.label: column for table in tables for column in table.columns}.values())
+    missing = {label: reason for table in tables for label, reason in table.missing.items()}
     shown = [s for s in STATISTICS if any(s in cost_record(column) for column in columns)]
     rows: list[list[Cell]] = []
     for column in columns:
@@ -156,9 +156,18 @@ def cost_section(columns: Sequence[CostColumn], name: str = "cost") -> Section:
     if any(not column.trained for column in columns):
         caption += (
             " Methods other than the run's own are built anew and not trained: where the number of experts is "
-            "decided by the router (DynMoE, UniF-MoE), their N_A and FLOPs are those before training."
+            "decided by the router (DynMoE, MASS, UniF-MoE), their N_A and FLOPs are those before training."
         )
-    return Section("Cost", [Table(name, caption, ["model", *shown], rows)])
+        trained_alike = ", ".join(column.label for column in columns if column.method in ("lfme", "dmda", "pcmoe"))
+        if trained_alike:
+            caption += (
+                f" {trained_alike} change training alone and deploy a dense model (DMDA with a second linear head): "
+                "what they cost is in T-TPS and T-RTM, which --cost measures."
+            )
+    if missing:
+        reasons = "; ".join(f"{label} ({reason})" for label, reason in missing.items())
+        caption += f" Not possible with this run's options: {reasons}."
+    return Section("Cost", [Table("cost", caption, ["model", *shown], rows)])
 
 
 def option_section(run: LoadedRun, prefix: str, heading: str) -> Section:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,9 @@ from unifmoe_dist.engine.evaluate import to_device
 MOST_TOKENS = 20_000
 SEED = 0
 
+Place = tuple[int, int]
+"""Data set of a task's test data, and index in it."""
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -32,7 +35,7 @@ class Sample:
     """
 
     run: LoadedRun
-    places: list[tuple[int, int]]
+    places: list[Place]
 
     def items(self, first: int, count: int) -> list[Any]:
         """Items of the task, not collated."""
@@ -51,12 +54,19 @@ class Sample:
             yield to_device(inputs, self.run.device, torch.float32)
 
 
-def draw_sample(run: LoadedRun, most_tokens: int = MOST_TOKENS, most_items: int | None = None) -> Sample:
+def test_places(run: LoadedRun) -> list[Place]:
+    """All items of a run's test data, in order."""
+    return [(data, index) for data, items in enumerate(run.task.test) for index in range(len(items))]  # type: ignore[arg-type]
+
+
+def draw_sample(
+    run: LoadedRun, most_tokens: int = MOST_TOKENS, most_items: int | None = None, among: Sequence[Place] | None = None
+) -> Sample:
     """Items at random, as many as have at most so many tokens together, or so many items; at least one.
 
-    Padding does not count.
+    Padding does not count. `among` are the items to choose from, by default all.
     """
-    places = [(data, index) for data, items in enumerate(run.task.test) for index in range(len(items))]  # type: ignore[arg-type]
+    places = list(test_places(run) if among is None else among)
     order = torch.randperm(len(places), generator=torch.Generator().manual_seed(SEED)).tolist()
     places = [places[i] for i in order]
     if most_items is not None:
@@ -64,7 +74,7 @@ def draw_sample(run: LoadedRun, most_tokens: int = MOST_TOKENS, most_items: int 
     if not run.is_text:
         grid = PatchGrid.of(run.model)
         return Sample(run, places[: max(1, most_tokens // (grid.rows * grid.columns + grid.prefix))])
-    chosen: list[tuple[int, int]] = []
+    chosen: list[Place] = []
     tokens = 0
     for data, index in places:
         tokens += len(run.task.test[data][index][0])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,14 +25,23 @@ from unifmoe_dist.analysis.diagnostics import (
 from unifmoe_dist.analysis.diagnostics.alignment import shared_sets
 from unifmoe_dist.analysis.diagnostics.tables import as_record
 from unifmoe_dist.analysis.records import plain
-from unifmoe_dist.analysis.run_report.costs import CostColumn, method_costs, own_cost
+from unifmoe_dist.analysis.run_report.costs import CostColumn, CostTable, method_costs, own_cost
+from unifmoe_dist.analysis.run_report.elements import (
+    ElementStudy,
+    Masks,
+    ink_masks,
+    read_masks,
+    study_elements,
+)
 from unifmoe_dist.analysis.run_report.loading import LoadedRun
-from unifmoe_dist.analysis.run_report.sample import MOST_TOKENS, Sample, draw_sample
+from unifmoe_dist.analysis.run_report.sample import MOST_TOKENS, Sample, draw_sample, token_strings
+from unifmoe_dist.analysis.usage_maps import TextCompute, text_compute, token_means
 from unifmoe_dist.analysis.usage_study import LayerUsage, study_layer, usage_record
 from unifmoe_dist.baselines.topk import TopKConfig
 from unifmoe_dist.data.base import logits_of
 from unifmoe_dist.engine.batches import TrainBatches
 from unifmoe_dist.engine.evaluate import collect_usage, to_device
+from unifmoe_dist.errors import UserError
 from unifmoe_dist.layer import UniFMoELayer
 from unifmoe_dist.usage import UsageSummary
 
@@ -46,7 +56,8 @@ class StudyOptions:
         router_steps: Training steps of the residual router and of its control.
         delta: Least alignment of a channel that two experts share.
         measure: Whether seconds and memory are measured.
-        methods: Whether the other methods of the paper's cost table are built and measured too.
+        methods: Whether every method of the paper's tables is built, and its cost counted and measured, too.
+        masks: Folder of label images for the test images.
     """
 
     most_tokens: int = MOST_TOKENS
@@ -55,6 +66,7 @@ class StudyOptions:
     delta: float = Settings.delta
     measure: bool = False
     methods: bool = False
+    masks: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,8 @@ class RunStudy:
         captured: Routing of every MoE layer on them; empty for a dense run.
         executed: What its MoE layers executed on them.
         usage: Of its UniF-MoE layers.
+        texts: C_B token by token in every UniF-MoE layer of a run on text; empty for images.
+        elements: Use by semantic element, of a run on images with masks.
         diagnoses: Of its layers that send tokens to a fixed number of experts, at least two.
         costs: Its own model, and the paper's methods if they were asked for.
     """
@@ -76,12 +90,14 @@ class RunStudy:
     captured: Mapping[str, Capture]
     executed: Mapping[str, UsageSummary]
     usage: Mapping[str, LayerUsage]
+    texts: Mapping[str, list[TextCompute]]
+    elements: ElementStudy | None
     diagnoses: Mapping[str, Diagnosis]
-    costs: list[CostColumn]
+    costs: CostTable
 
     @property
     def own_cost(self) -> CostColumn:
-        return next(column for column in self.costs if column.trained)
+        return next(column for column in self.costs.columns if column.trained)
 
     def record(self) -> dict[str, Any]:
         """Every number, as JSON can hold it."""
@@ -94,8 +110,11 @@ class RunStudy:
                            "tokens": {name: len(c.item) for name, c in self.captured.items()}},
                 "executed": {name: asdict(usage) for name, usage in self.executed.items()},
                 "usage": {name: usage_record(usage) for name, usage in self.usage.items()},
+                "tokens": {name: [asdict(mean) for mean in token_means(texts)] for name, texts in self.texts.items()},
+                "elements": self.elements and self.elements.record(),
                 "diagnoses": {name: as_record(diagnosis) for name, diagnosis in self.diagnoses.items()},
-                "costs": [cost_record(column) for column in self.costs],
+                "costs": [cost_record(column) for column in self.costs.columns],
+                "costs_missing": self.costs.missing,
             }
         )  # fmt: skip
 
@@ -110,8 +129,32 @@ def cost_record(column: CostColumn) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def study(run: LoadedRun, options: StudyOptions) -> RunStudy:
-    """Look at a run's layers on some of its test data, diagnose them, and count what its model costs."""
+def find_masks(runs: Sequence[LoadedRun], options: StudyOptions) -> list[Masks | None]:
+    """The masks of each run's test images from the folder of the options; None for a run that has no use for them.
+
+    Raises:
+        UserError: No run has UniF-MoE layers, or the masks do not fit.
+    """
+    if options.masks is None:
+        return [None] * len(runs)
+    if not any(_has_unif(run) for run in runs):
+        names = " and ".join(run.name for run in runs)
+        raise UserError(f"--masks shows what UniF-MoE layers use, but {names} has none; leave it out.")
+    return [
+        read_masks(run, options.masks, options.most_tokens, options.most_items) if _has_unif(run) else None
+        for run in runs
+    ]
+
+
+def _has_unif(run: LoadedRun) -> bool:
+    return any(isinstance(layer, UniFMoELayer) for layer in run.layers.values())
+
+
+def study(run: LoadedRun, options: StudyOptions, masks: Masks | None = None) -> RunStudy:
+    """Look at a run's layers on some of its test data, diagnose them, and count what its model costs.
+
+    `masks`, if given, are of its test images (`find_masks`).
+    """
     sample = draw_sample(run, options.most_tokens, options.most_items)
     layers = run.layers
     diagnosed = {name: layer for name, layer in layers.items() if _can_be_diagnosed(layer)}
@@ -126,13 +169,22 @@ def study(run: LoadedRun, options: StudyOptions) -> RunStudy:
         for name, layer in layers.items()
         if isinstance(layer, UniFMoELayer)
     }
+    texts: dict[str, list[TextCompute]] = {}
+    if usage and run.is_text:
+        strings = token_strings(run, sample.items(0, len(sample.places)))
+        texts = {name: text_compute(captured[name], strings) for name in usage}
+    elements = None
+    if usage and masks is not None:
+        elements = study_elements(run, masks, {})
+    elif usage and run.config.data.task == "digits":
+        elements = study_elements(run, ink_masks(run, sample), captured)
     diagnoses = {
         name: diagnose_layer(run, name, layer, captured[name], options)
         for name, layer in diagnosed.items()
     }
     own = own_cost(run, sample, executed, options.measure)
-    costs = method_costs(run, sample, own) if options.methods else [own]
-    return RunStudy(run, sample, captured, executed, usage, diagnoses, costs)
+    costs = method_costs(run, sample, own, options.measure) if options.methods else CostTable([own], {})
+    return RunStudy(run, sample, captured, executed, usage, texts, elements, diagnoses, costs)
 
 
 def _can_be_diagnosed(layer: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -15,9 +15,15 @@ from unifmoe_dist.analysis.figures import (
     text_figure,
 )
 from unifmoe_dist.analysis.html_report import Block, Cell, Number, Picture, Section, Table, Text
-from unifmoe_dist.analysis.run_report.sample import label_names, pixels, token_strings
+from unifmoe_dist.analysis.run_report.sample import label_names, pixels
 from unifmoe_dist.analysis.run_report.study import RunStudy
-from unifmoe_dist.analysis.usage_maps import PatchGrid, high_demand, patch_compute, text_compute
+from unifmoe_dist.analysis.usage_maps import (
+    PatchGrid,
+    TextCompute,
+    high_demand,
+    patch_compute,
+    token_means,
+)
 from unifmoe_dist.analysis.usage_study import LayerUsage
 
 IMAGES, SENTENCES = 8, 6
@@ -159,37 +165,28 @@ def _text_maps(found: RunStudy, prefix: str) -> list[Block]:
     run = found.run
     names = label_names(run)
     items = found.sample.items(0, SENTENCES)
-    strings = token_strings(run, items)
     titles = [names[item[-1]] for item in items]
     blocks: list[Block] = []
-    for number, (layer, captured) in enumerate(found.captured.items(), start=1):
-        figure = text_figure(text_compute(captured, strings), titles)
+    for number, (layer, texts) in enumerate(found.texts.items(), start=1):
+        figure = text_figure(texts[: len(items)], titles)
         caption = (
             "Sentences of the sample, token by token, with the true class above. The darker a token and the "
             "larger the number below it, the more blocks it executes; a dense FFN executes "
             f"{run.config.model.num_blocks}."
         )
         blocks.append(Picture(f"{prefix}text-{number}", f"Blocks per token, {layer}", caption, figure))
-        blocks.append(_token_table(found, layer, f"{prefix}tokens-{number}"))
+        blocks.append(_token_table(texts, layer, f"{prefix}tokens-{number}"))
     return blocks
 
 
-def _token_table(found: RunStudy, layer: str, name: str, least: int = 5, shown: int = 8) -> Table:
+def _token_table(texts: Sequence[TextCompute], layer: str, name: str, least: int = 5, shown: int = 8) -> Table:
     """Tokens of the sample with the highest and the lowest mean C_B, of those seen often enough."""
-    run, captured = found.run, found.captured[layer]
-    strings = token_strings(run, found.sample.items(0, len(found.sample.places)))
-    compute: dict[str, list[int]] = {}
-    for item, position, value in zip(
-        captured.item.tolist(), captured.position.tolist(), captured.routing.block_compute.tolist(), strict=True
-    ):
-        compute.setdefault(strings[item][position], []).append(value)
-    means = sorted(
-        ((sum(v) / len(v), token, len(v)) for token, v in compute.items() if len(v) >= least), reverse=True
-    )
+    means = [mean for mean in token_means(texts) if mean.count >= least]
     chosen = means if len(means) <= 2 * shown else means[:shown] + means[-shown:]
     return Table(
         name,
-        f"{layer}: tokens with the highest and the lowest mean C_B among those seen at least {least} times.",
-        ["token", "mean C_B", "times seen"],
-        [[token, Number(mean), Number(count, ",d")] for mean, token, count in chosen],
+        f"{layer}: tokens with the highest and the lowest mean C_B among those seen at least {least} times. "
+        "numbers.json has every token.",
+        ["token", "mean C_B", "mean k", "times seen"],
+        [[m.token, Number(m.block_compute), Number(m.expert_count), Number(m.count, ",d")] for m in chosen],
     )

@@ -7,12 +7,15 @@ import csv
 import json
 import re
 import shutil
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from jobs import run_job
+from PIL import Image
 from test_faults import SMALL
 
 from launch import analyze
@@ -28,7 +31,10 @@ from unifmoe_dist.analysis.html_report import (
     write_page,
 )
 from unifmoe_dist.analysis.html_report.write import render
+from unifmoe_dist.analysis.run_report import costs as costs_module
+from unifmoe_dist.analysis.run_report import load_run
 from unifmoe_dist.analysis.run_report.usage_sections import demand_threshold
+from unifmoe_dist.baselines.methods import METHODS
 from unifmoe_dist.errors import UserError
 
 WORDS = [*SMALL, "--steps", "2", "--model.layers", "[3]"]
@@ -144,8 +150,14 @@ def test_unif_run_in_a_folder_with_a_hostile_name(runs, capsys):
     (cost,) = read.tables["cost"][1:]
     assert [float(cell) for cell in cost[1:]] == [run["costs"][0][name] for name in ("N", "N_A", "FLOPs")]
     assert {path.stem for path in (folder / "figures").glob("*.png")} == {
-        "curves", "compute", "distributions", "loads", "coactivation", "router-gram", "patches-1",
+        "curves", "compute", "distributions", "loads", "coactivation", "router-gram", "patches-1", "element-usage-1",
     }  # fmt: skip
+    elements = run["elements"]
+    assert not elements["from_files"] and elements["names"] == {"0": "background", "1": "stroke"}
+    assert sum(elements["layers"][layer]["patches"]) == 40 * 4 and "a pixel above 0.3 (of 1" in read.text
+    for row, name, mean in zip(read.tables["elements-1"][1:], ("background", "stroke"),
+                               elements["layers"][layer]["compute"], strict=True):  # fmt: skip
+        assert row[0] == name and float(row[2]) == mean
     assert ["optim.warmup_steps", "2", "60"] in read.tables["options"]
     assert "--router-steps 3 --tokens 200" in read.text and "'" in read.text  # quoted for a shell
 
@@ -175,6 +187,8 @@ def test_the_three_observations_on_a_top_2_run(runs):
     assert [float(cell) for cell in load[3:]] == run["executed"][layer]["expert_load"] and float(load[1]) == 2
     assert {"alignment-1", "ranks-1", "demand-1"} <= {path.stem for path in (folder / "figures").glob("*.png")}
     assert "trained on the task for 3 steps" in read.text
+    assert "compute" not in {path.stem for path in (folder / "figures").glob("*.png")}  # it is fixed
+    assert not (runs / "top2/plots/compute.png").exists() and (runs / "top2/plots/usage.png").is_file()
 
 
 @pytest.fixture
@@ -183,7 +197,8 @@ def empty_files(monkeypatch):
     monkeypatch.setattr(write, "save", lambda figure, path: path.touch())
 
 
-def test_two_runs_side_by_side_with_the_cost_of_every_method(runs, empty_files):
+def test_two_runs_side_by_side_with_the_cost_of_every_method(runs, empty_files, monkeypatch):
+    monkeypatch.setattr(costs_module, "measure_cost", partial(costs_module.measure_cost, repeats=1, warmup=0))
     other = shutil.copytree(runs / HOSTILE, runs / "without")
     config = (other / "config.yaml").read_text()
     (other / "config.yaml").write_text(config.replace("lambda_div: 0.01", "lambda_div: 0.0"))
@@ -195,14 +210,54 @@ def test_two_runs_side_by_side_with_the_cost_of_every_method(runs, empty_files):
     assert read.tables["coactivation-change"][0][1:] == ["without (λ = 0)", "<b>x (λ = 0.01)", "change"]
     assert read.tables["comparison"][0] == ["number", HOSTILE, "without"]
     costs = numbers["runs"][0]["costs"]
-    assert [cost["method"] for cost in costs] == ["dense", "gmoe", "emoe", "dynmoe", "unif"]
-    assert [cost["trained"] for cost in costs] == [False] * 4 + [True]
+    assert [cost["method"] for cost in costs] == [name for name in METHODS if name != "top8"]  # of 4 experts
+    assert numbers["runs"][0]["costs_missing"] == {"Standard MoE, top-8": "there are 4 experts"}
+    assert [cost["method"] for cost in costs if cost["trained"]] == ["unif"]
     by_method = {cost["method"]: cost for cost in costs}
+    assert by_method["lfme"]["N"] == by_method["dense"]["N"]  # one model is deployed, six are trained
+    assert by_method["lfme"]["T-RTM"] > 2 * by_method["dense"]["T-RTM"]
     assert by_method["dense"]["N"] < by_method["gmoe"]["N"] < by_method["unif"]["N"]
     assert all(cost[name] > 0 for cost in costs for name in ("T-TPS", "I-TPS", "T-RTM", "I-RTM"))
     rows = read.tables["cost"][1:]
-    assert [float(row[1]) for row in rows[:5]] == [cost["N"] for cost in costs]
+    assert [float(row[1]) for row in rows[: len(costs)]] == [cost["N"] for cost in costs]
     assert "(34.19)" in read.text and "(8.57)" in read.text
+
+
+def test_usage_by_element_from_masks(runs, tmp_path, empty_files):
+    """Three images of the test data with a mask of four quarters: patches 0, 1, 2 are elements, the last is void."""
+    for index in (0, 17, 33):
+        quarters = Image.fromarray(np.repeat(np.repeat(np.uint8([[0, 1], [2, 255]]), 8, 0), 8, 1))
+        quarters.save(tmp_path / f"{index:04d}.png")
+    (tmp_path / "labels.json").write_text('{"1": "upper <i>right"}')
+    read, numbers, _ = make(runs / HOSTILE, "--tokens", "200", "--masks", str(tmp_path))
+    found = numbers["runs"][0]["elements"]
+    assert (found["images"], found["from_files"]) == (3, True) and not read.named("i")
+    assert "3 of 239 test images have one, and 3 of these" in read.text
+    (usage,) = found["layers"].values()
+    assert (usage["elements"], usage["patches"]) == ([0, 1, 2], [3, 3, 3])
+
+    loaded = load_run(runs / HOSTILE)
+    (layer,) = loaded.layers.values()
+    seen = []
+    layer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with torch.no_grad():
+        loaded.model(x=torch.stack([loaded.task.test[0][index][0] for index in (0, 17, 33)]))
+    routing = layer.route(seen[0][:, 1:4].reshape(9, -1))  # after the class token
+    means = [
+        getattr(routing, name).double().view(3, 3).mean(0).tolist()
+        for name in ("block_compute", "shared_demand", "shared_block_count", "expert_count")
+    ]
+    names = ("compute", "shared_demand", "shared_block_count", "expert_count")
+    assert [usage[name] for name in names] == [pytest.approx(mean) for mean in means]
+    rows = read.tables["elements-1"][1:]
+    assert [row[0] for row in rows] == ["0", "upper <i>right", "2"]
+    assert [[float(row[2 + n]) for row in rows] for n in range(4)] == [usage[name] for name in names]
+
+    with pytest.raises(UserError, match="--masks shows what UniF-MoE layers use, but top2 has none"):
+        analyze.main([str(runs / "top2"), "--masks", str(tmp_path), "--output", str(tmp_path / "report")])
+    Image.new("L", (8, 8)).save(tmp_path / "5.png")
+    with pytest.raises(UserError, match="5.png is 8 x 8 pixels, but its image is 16 x 16"):
+        analyze.main([str(runs / HOSTILE), "--masks", str(tmp_path), "--output", str(tmp_path / "report")])
 
 
 def test_text_run(runs, empty_files):
@@ -224,6 +279,14 @@ def test_text_run(runs, empty_files):
     assert 300 < tokens <= 400
     assert (folder / "figures/text-1.png").is_file() and not (folder / "figures/patches-1.png").exists()
     assert any(row[0] == "[CLS]" for row in read.tables["tokens-1"])
+    (means,) = numbers["runs"][0]["tokens"].values()
+    assert sum(mean["count"] for mean in means) == tokens
+    (usage,) = numbers["runs"][0]["usage"].values()
+    for name in ("block_compute", "expert_count"):
+        total = sum(mean[name] * mean["count"] for mean in means)
+        assert total / tokens == pytest.approx(usage[name]["mean"])
+    with pytest.raises(UserError, match="--masks is for images, but text was trained on text"):
+        analyze.main([str(runs / "text"), "--masks", str(runs)])
 
 
 def test_what_is_no_run_is_one_sentence(runs, tmp_path):

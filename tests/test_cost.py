@@ -18,6 +18,8 @@ from unifmoe_dist.kernels import grouped_products
 from unifmoe_dist.upcycling import moe_layers
 from unifmoe_dist.usage import UsageSummary
 
+CPU = torch.device("cpu")
+
 
 def summary(layer: UniFMoELayer) -> UsageSummary:
     return UsageSummary.from_totals(layer.usage.totals, layer.config.num_experts)
@@ -163,7 +165,7 @@ def test_measured_cost_of_a_known_model():
     def loss_of(model: nn.Module, inputs: dict, labels: torch.Tensor) -> torch.Tensor:
         return F.mse_loss(model(**inputs), labels)
 
-    got = measure_cost(build, loss_of, ({"input": x}, torch.zeros(8, 256)), {"input": x}, torch.device("cpu"), 3, 1)
+    got = measure_cost(build, build, loss_of, ({"input": x}, torch.zeros(8, 256)), {"input": x}, CPU, 3, 1)
     weights = 4 * 257 * 256
     assert weights < got.eval_memory < 1.2 * weights
     assert 4 * weights <= got.train_memory < 6.5 * weights  # and Adam's temporaries

@@ -40,7 +40,7 @@ def _glue(task: str, title: str) -> Benchmark:
 def _domainbed(task: str, title: str, *environments: str) -> Benchmark:
     # Eight experts at most: the cost table's 36.45 is DeiT-S's 20.66 and seven more copies of two FFNs of 1.125.
     return Benchmark(task, title, f"domainbed/{task}.yaml", environments,
-                     method_options={"dynmoe": {"model.num_experts": 8}})  # fmt: skip
+                     method_options={"dynmoe": {"model.num_experts": 8, "model.max_experts": 8}})  # fmt: skip
 
 
 # EMoE's 24 experts do not divide an FFN 256 wide: 3 of 16, nearly the same share of it.

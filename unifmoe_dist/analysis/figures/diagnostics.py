@@ -37,8 +37,9 @@ def coactivation_figure(diagnosis: Diagnosis) -> Figure:
     label(scatter, r"shared ratio $\rho_{ij}$ (%)", "co-activation (% of tokens)",
           f"Pearson r = {r.r:.3f} (p = {r.p_value:.2g}, {len(diagnosis.pairs)} pairs)" if isfinite(r.r)
           else "no correlation: one of the two is constant")  # fmt: skip
-    scatter.set_ylim(bottom=0)
     scatter.margins(x=0.12)
+    scatter.set_ylim(bottom=0)
+    _ratio_axis(scatter, diagnosis)
     return figure
 
 
@@ -83,8 +84,15 @@ def demand_figure(diagnosis: Diagnosis) -> Figure:
             title = "no correlation: one of the two is constant"
         label(below, r"shared ratio $\rho_{ij}$ (%)", r"mean $k_\varepsilon$", title)
         below.set_ylim(0.8, diagnosis.num_experts + 1.2)
+        _ratio_axis(below, diagnosis)
     axes[0][0].legend(frameon=False, fontsize=8, loc="lower right")
     return figure
+
+
+def _ratio_axis(axis: Axes, diagnosis: Diagnosis) -> None:
+    """Where all ratios are equal, the whole range of ratios: an automatic one would show some below 0."""
+    if float(diagnosis.sets.ratio.max() - diagnosis.sets.ratio.min()) == 0:
+        axis.set_xlim(-5, 105)
 
 
 def _cdf(axis: Axes, statistics: DemandStatistics, num_experts: int) -> None:

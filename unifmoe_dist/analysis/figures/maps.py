@@ -99,10 +99,11 @@ def _semantics(axis: Axes, mask: Tensor, elements: list[int], names: Sequence[st
     place = {number: index for index, number in enumerate(elements)}
     indices = np.array([[place.get(int(v), -1) for v in row] for row in mask])
     masked = np.ma.masked_less(indices, 0)
-    axis.imshow(masked, cmap="tab20", vmin=0, vmax=19)
+    size = 10 if len(elements) <= 10 else 20  # the colours of the larger map come in pairs that are harder to tell
+    axis.imshow(masked, cmap=f"tab{size}", vmin=0, vmax=size - 1)
     axis.set_facecolor("0.9")
     axis.set(xticks=[], yticks=[])
     axis.set_title("patch semantics", fontsize=10)
     colours = axis.images[0].cmap
-    handles = [Rectangle((0, 0), 1, 1, color=colours(index % 20)) for index in range(len(names))]
+    handles = [Rectangle((0, 0), 1, 1, color=colours(index)) for index in range(len(names))]
     axis.legend(handles, names, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from unifmoe_dist.analysis.figures.style import EXPERT_COLOUR, SHARED_COLOUR, label, new_figure
 
@@ -51,7 +52,9 @@ def curves_figure(runs: Mapping[str, Records]) -> Figure:
     label(left, "step", "loss (log scale)", "Training loss")
     label(right, "step", f"{what} (%)", what.capitalize())
     left.legend(frameon=False, fontsize=8)
-    right.legend(frameon=False, fontsize=8, loc="lower right")
+    right.legend(frameon=False, fontsize=8)
+    for axis in (left, right):
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
 
 
@@ -77,6 +80,7 @@ def compute_figure(runs: Mapping[str, Records]) -> Figure | None:
                 axis.plot([r["step"] for r in shown], [r["layers"][layer][key] for r in shown], style, color=colour,
                           label=f"{name}: {layer}" if name else layer)  # fmt: skip
         label(axis, "step", f"mean {text}", title)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes[0].legend(frameon=False, fontsize=8)
     return figure
 

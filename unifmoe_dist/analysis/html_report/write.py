@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from pathlib import Path
 
 import matplotlib
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
 from unifmoe_dist.analysis.figures.style import save
@@ -42,8 +44,16 @@ def render(page: Page) -> str:
         lstrip_blocks=True,
     )
     environment.filters["data_uri"] = data_uri
+    environment.filters["prose"] = prose
     environment.tests["kind"] = lambda block, kind: type(block).__name__ == kind
     return environment.get_template("page.html").render(page=page)
+
+
+def prose(text: str) -> Markup:
+    """Text for readers: subscripts of the paper's symbols, and command-line options that break nowhere."""
+    safe = str(escape(text))
+    safe = re.sub(r"\b(C|N)_(A|B)\b|\bk_(ε)", lambda m: f"{m[1] or 'k'}<sub>{m[2] or m[3]}</sub>", safe)
+    return Markup(re.sub(r"(?<![\w-])--[a-z]+(-[a-z]+)*", r"<code>\g<0></code>", safe))
 
 
 def settle(figure: Figure) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -53,8 +56,9 @@ class LoadedRun:
 
     @property
     def layers(self) -> dict[str, Any]:
-        """MoE layers by module name."""
-        return moe_layers(self.model)
+        """MoE layers by their names for readers."""
+        modules = moe_layers(self.model)
+        return dict(zip(layer_names(list(modules)).values(), modules.values(), strict=True))
 
     @property
     def ranks(self) -> Ranks:
@@ -77,10 +81,18 @@ class LoadedRun:
         for method in METHODS.values():
             here = SWEPT[config.data.task].method_options.get(method.name, {})
             options = {**NEUTRAL, **method.options, **here}
-            options.pop("model.num_experts", None)  # as many as the run has
+            for name in ("model.num_experts", "model.max_experts"):  # as many as the run has
+                options.pop(name, None)
             if all(_option(config, name) == value for name, value in options.items()):
                 return method.name
         return None
+
+
+def layer_names(modules: Sequence[str]) -> dict[str, str]:
+    """Names for readers by module name: "layer 3" for blocks.3.mlp, unless two modules would share it."""
+    numbers = [re.search(r"(?:^|\.)(\d+)(?=\.|$)", module) for module in modules]
+    short = [f"layer {number[1]}" if number else module for number, module in zip(numbers, modules, strict=True)]
+    return dict(zip(modules, short if len(set(short)) == len(short) else modules, strict=True))
 
 
 NEUTRAL: dict[str, Any] = {
@@ -117,7 +129,8 @@ def load_run(folder: Path, name: str = "best", label: str | None = None) -> Load
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     seed_everything(config.seed)
     task = build.build_task(config)
-    model = build.build_model(config, task)
+    with _quiet_transformers():
+        model = build.build_model(config, task)
     checkpoint.load_weights(saved, model)
     return LoadedRun(
         name=label or folder.resolve().name,
@@ -131,6 +144,22 @@ def load_run(folder: Path, name: str = "best", label: str | None = None) -> Load
         summary=_summary(folder / "summary.json"),
         device=device,
     )
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No report of pretrained weights and no bar while a model is built: the checkpoint replaces those weights."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _summary(path: Path) -> dict[str, Any] | None:

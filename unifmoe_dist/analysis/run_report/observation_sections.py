@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from unifmoe_dist.analysis.diagnostics.demand_statistics import HIGH, LOW
 from unifmoe_dist.analysis.figures import coactivation_figure, demand_figure, transition_figure
 from unifmoe_dist.analysis.html_report import Block, Cell, Number, Picture, Section, Table, Text
@@ -26,6 +28,7 @@ def observation_sections(found: RunStudy, prefix: str) -> list[Section]:
                     f"{delta:g}. The paper finds a correlation of 0.697 between a pair's shared ratio and how "
                     f"often tokens go to it. Here: {size}.{pair}"
                 ),
+                *_nothing_shared(found),
                 _coactivation_table(found, prefix),
                 *_pictures(found, prefix, "alignment"),
             ],
@@ -41,7 +44,6 @@ def observation_sections(found: RunStudy, prefix: str) -> list[Section]:
                     "residual and control speaks for the residual: what both show comes from training a router "
                     "anew."
                 ),
-                *_nothing_shared(found),
                 _transition_table(found, prefix),
                 *_pictures(found, prefix, "ranks"),
             ],
@@ -63,15 +65,17 @@ def observation_sections(found: RunStudy, prefix: str) -> list[Section]:
 
 def _nothing_shared(found: RunStudy) -> list[Block]:
     """A warning for layers in which residual and complete responses are the same."""
-    layers = [layer for layer, d in found.diagnoses.items() if not d.sets.shared.any()]
+    layers = {layer: d for layer, d in found.diagnoses.items() if not d.sets.shared.any()}
     if not layers:
         return []
-    delta = next(iter(found.diagnoses.values())).settings.delta
+    first = next(iter(layers.values()))
+    tenth = min(float(d.sets.alignment.flatten().quantile(0.9)) for d in layers.values())
     return [
         Text(
-            f"In {', '.join(layers)} no pair of experts shares a channel at {delta:g}. The residual is the "
-            "complete response then, so residual router and control are the same by construction, and "
-            "observations 2 and 3 say nothing about sharing. --delta lowers the threshold."
+            f"In {' and '.join(layers)} no channel of any pair is shared at {first.settings.delta:g}. The residual is "
+            "the complete response then: residual router and control of observation 2 are the same by construction, "
+            "and observations 2 and 3 say nothing about sharing. --delta lowers the threshold; at "
+            f"{math.floor(100 * tenth) / 100:g} a tenth of all channels or more is shared."
         )
     ]
 
@@ -125,7 +129,9 @@ def _demand_table(found: RunStudy, prefix: str) -> Table:
     for layer, d in found.diagnoses.items():
         for s in d.demand:
             row = [f"{layer}, ε = {s.epsilon:g}"]
-            cells = [
+            seen = s.mean_demand[s.tokens > 0]
+            cells = [Number(float(seen.mean()))]
+            cells += [
                 Number(group.mean_demand if group else None)
                 for group in (s.groups.get(LOW), s.groups.get(HIGH))
             ]
@@ -138,11 +144,12 @@ def _demand_table(found: RunStudy, prefix: str) -> Table:
     level = next(iter(found.diagnoses.values())).demand[0].confidence
     return Table(
         f"{prefix}observation-3",
-        "Low and high are the pairs with the lowest and highest shared ratio, every pair weighing the same. "
+        "The mean k_ε over all pairs, then over the pairs with the lowest and the highest shared ratio, every pair "
+        "weighing the same; a dash where all ratios are equal. "
         "Success is the share of tokens for which two residual experts are enough. r correlates shared ratio and "
         f"mean demand over pairs; beside it its {100 * level:.0f} % bootstrap interval over pairs. An interval "
         "that contains 0 decides nothing.",
-        ["layer and tolerance", "mean k_ε, low", "high", "success at 2, low", "success, high", "r", "from", "to"],
+        ["layer and tolerance", "mean k_ε", "low", "high", "success at 2, low", "success, high", "r", "from", "to"],
         rows,
     )
 

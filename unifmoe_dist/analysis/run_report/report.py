@@ -82,8 +82,9 @@ def build_page(found: Sequence[RunStudy], command: str) -> Page:
         heading = f"Configuration of {run.name}" if several else "Configuration"
         sections.append(option_section(run, f"run-{number}-" if several else "", heading))
     sections.append(environment_section(runs, command))
+    names = [run.name for run in runs]
     return Page(
-        title=f"{_title(first.run)}: {first.run.name}" if len(runs) == 1 else " and ".join(run.name for run in runs),
+        title=f"{_title(first.run)}: {first.run.name}" if len(runs) == 1 else " and ".join(names) + ", side by side",
         subtitle=_describe(first.run) if len(runs) == 1 else "; ".join(
             f"{run.name}: {_title(run)}, {_describe(run)}" for run in runs
         ),

@@ -27,10 +27,11 @@ from unifmoe_dist.analysis.html_report import (
     Text,
 )
 from unifmoe_dist.analysis.run_report.costs import CostTable
-from unifmoe_dist.analysis.run_report.loading import LoadedRun
+from unifmoe_dist.analysis.run_report.loading import LoadedRun, layer_names
 from unifmoe_dist.analysis.run_report.study import RunStudy, cost_record
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.engine.cli import dump_train_config
+from unifmoe_dist.upcycling import moe_layers
 
 _PACKAGES = ("torch", "deepspeed", "timm", "transformers", "numpy", "scipy", "matplotlib")
 
@@ -55,10 +56,10 @@ def key_numbers(found: RunStudy) -> list[KeyNumber]:
         if found.usage:
             numbers.append(KeyNumber("shared demand, α", Number(demand), "mean over layers"))
     cost = cost_record(found.own_cost)
-    numbers.append(KeyNumber("N (2^20)", Number(cost["N"], "#.3g"), "parameters"))
-    numbers.append(KeyNumber("N_A (2^20)", Number(cost["N_A"], "#.3g"), "parameters a token uses"))
+    numbers.append(KeyNumber("N (2²⁰)", Number(cost["N"], "#.3g"), "parameters"))
+    numbers.append(KeyNumber("N_A (2²⁰)", Number(cost["N_A"], "#.3g"), "parameters a token uses"))
     item = "sentence" if run.is_text else "image"
-    numbers.append(KeyNumber("FLOPs (2^30)", Number(cost["FLOPs"], "#.3g"), f"per {item}"))
+    numbers.append(KeyNumber("FLOPs (2³⁰)", Number(cost["FLOPs"], "#.3g"), f"per {item}"))
     if run.summary is not None:
         ranks = run.summary["world_size"]
         numbers.append(KeyNumber("training time (s)", Number(run.summary["wall_seconds"], ",.0f"),
@@ -75,7 +76,7 @@ def training_section(runs: Sequence[LoadedRun]) -> list[Section]:
     """Learning curves, on the same axes for several runs; none where nothing was recorded."""
     several = len(runs) > 1
     runs = [run for run in runs if run.records]
-    records = {run.name if several else "": run.records for run in runs}
+    records = {run.name if several else "": _with_layer_names(run.records) for run in runs}
     if not records:
         return []
     blocks: list[Block] = [
@@ -98,6 +99,15 @@ def training_section(runs: Sequence[LoadedRun]) -> list[Section]:
         if run.summary is None:
             blocks.append(Text(f"{run.name} has not finished: it has no test score yet."))
     return [Section("Training", blocks)]
+
+
+def _with_layer_names(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [
+        {**record, "layers": {name: record["layers"][module] for module, name in layer_names(list(layers)).items()}}
+        if (layers := record.get("layers"))
+        else record
+        for record in records
+    ]
 
 
 def load_section(found: RunStudy, prefix: str) -> list[Section]:
@@ -141,10 +151,15 @@ def cost_section(tables: Sequence[CostTable]) -> Section:
             ]
         )  # fmt: skip
     caption = (
-        "N: parameters, in 2^20. N_A: those that a token uses, on average. FLOPs: two per multiply-add of matrix "
-        "products, in 2^30 per item, counted from the blocks that were executed. In brackets the paper's number "
+        "N: parameters, in 2²⁰. N_A: those that a token uses, on average. FLOPs: two per multiply-add of matrix "
+        "products, in 2³⁰ per item, counted from the blocks that were executed. In brackets the paper's number "
         "for DeiT-S/16 on VLCS and an RTX 3090: to be compared only with the same backbone and device."
     )
+    if any(column.method in ("gmoe", "emoe", "dynmoe") for column in columns):
+        caption += (
+            " The paper's FLOPs of GMoE and EMoE are those of buffers padded by 1.5 and its FLOPs of DynMoE those of "
+            "all experts, as far as its numbers can be taken apart (docs/insight.md); here all count what they execute."
+        )
     measured = next((column.measured for column in columns if column.measured), None)
     if measured is not None:
         caption += (
@@ -156,7 +171,8 @@ def cost_section(tables: Sequence[CostTable]) -> Section:
     if any(not column.trained for column in columns):
         caption += (
             " Methods other than the run's own are built anew and not trained: where the number of experts is "
-            "decided by the router (DynMoE, MASS, UniF-MoE), their N_A and FLOPs are those before training."
+            "decided by the router (DynMoE, MASS, UniF-MoE), their N_A and FLOPs are those before training. N of "
+            "DynMoE and MASS counts the slots of experts that training may add."
         )
         trained_alike = ", ".join(column.label for column in columns if column.method in ("lfme", "dmda", "pcmoe"))
         if trained_alike:
@@ -164,8 +180,8 @@ def cost_section(tables: Sequence[CostTable]) -> Section:
                 f" {trained_alike} change training alone and deploy a dense model (DMDA with a second linear head): "
                 "what they cost is in T-TPS and T-RTM, which --cost measures."
             )
-    if missing:
-        reasons = "; ".join(f"{label} ({reason})" for label, reason in missing.items())
+    if missing:  # a reason ends where its advice on training begins
+        reasons = "; ".join(f"{label} ({reason.partition(';')[0]})" for label, reason in missing.items())
         caption += f" Not possible with this run's options: {reasons}."
     return Section("Cost", [Table("cost", caption, ["model", *shown], rows)])
 
@@ -197,14 +213,14 @@ def environment_section(runs: Sequence[LoadedRun], command: str) -> Section:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     rows: list[list[Cell]] = [["unifmoe_dist", __version__], ["Python", platform.python_version()]]
     rows += [[package, importlib.metadata.version(package)] for package in _PACKAGES]
-    rows += [
-        ["analysed on", f"{device.type} ({name}), {torch.get_num_threads()} threads"],
-    ]
+    rows.append(["analysed on", f"{device.type} ({name}), threads: {torch.get_num_threads()}"])
     for run in runs:
         ranks = run.summary["world_size"] if run.summary else None
         rows.append([f"{run.name}: seed", str(run.config.seed)])
-        rows.append([f"{run.name}: trained on", f"{ranks} rank(s)" if ranks else "unknown: not finished"])
+        trained = f"{ranks} rank{'s' if ranks > 1 else ''}" if ranks else "unknown: not finished"
+        rows.append([f"{run.name}: trained on", trained])
         rows.append([f"{run.name}: checkpoint", f"{run.checkpoint.name} (step {run.step})"])
+        rows += [[f"{run.name}: {name}", module] for module, name in layer_names(list(moe_layers(run.model))).items()]
     trainings = "\n".join(train_command(run) for run in runs)
     return Section(
         "Environment, and how to repeat",

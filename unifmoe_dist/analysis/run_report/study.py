@@ -33,7 +33,7 @@ from unifmoe_dist.analysis.run_report.elements import (
     read_masks,
     study_elements,
 )
-from unifmoe_dist.analysis.run_report.loading import LoadedRun
+from unifmoe_dist.analysis.run_report.loading import LoadedRun, layer_names
 from unifmoe_dist.analysis.run_report.sample import MOST_TOKENS, Sample, draw_sample, token_strings
 from unifmoe_dist.analysis.usage_maps import TextCompute, text_compute, token_means
 from unifmoe_dist.analysis.usage_study import LayerUsage, study_layer, usage_record
@@ -43,6 +43,7 @@ from unifmoe_dist.engine.batches import TrainBatches
 from unifmoe_dist.engine.evaluate import collect_usage, to_device
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.layer import UniFMoELayer
+from unifmoe_dist.upcycling import moe_layers
 from unifmoe_dist.usage import UsageSummary
 
 
@@ -106,6 +107,7 @@ class RunStudy:
             {
                 "name": run.name, "folder": str(run.folder), "checkpoint": run.checkpoint.name, "step": run.step,
                 "options": asdict(run.config), "summary": run.summary,
+                "modules": {name: module for module, name in layer_names(list(moe_layers(run.model))).items()},
                 "sample": {"items": len(self.sample.places),
                            "tokens": {name: len(c.item) for name, c in self.captured.items()}},
                 "executed": {name: asdict(usage) for name, usage in self.executed.items()},
@@ -163,7 +165,8 @@ def study(run: LoadedRun, options: StudyOptions, masks: Masks | None = None) -> 
         layer.usage.reset()
     if layers:
         captured = capture(run.model, layers, sample.batches(f"{run.name}: layers"), keep_tokens=bool(diagnosed))
-    executed = collect_usage(run.model, run.ranks)
+    counted = collect_usage(run.model, run.ranks)
+    executed = {name: counted[module] for module, name in layer_names(list(counted)).items()}
     usage = {
         name: study_layer(captured[name].routing, layer.router)
         for name, layer in layers.items()
@@ -182,7 +185,7 @@ def study(run: LoadedRun, options: StudyOptions, masks: Masks | None = None) -> 
         name: diagnose_layer(run, name, layer, captured[name], options)
         for name, layer in diagnosed.items()
     }
-    own = own_cost(run, sample, executed, options.measure)
+    own = own_cost(run, sample, counted, options.measure)
     costs = method_costs(run, sample, own, options.measure) if options.methods else CostTable([own], {})
     return RunStudy(run, sample, captured, executed, usage, texts, elements, diagnoses, costs)
 

@@ -316,6 +316,11 @@ def test_what_is_no_run_is_one_sentence(runs, tmp_path):
         analyze.main([str(runs / "top2"), "--compare", str(runs / "top2")])
     with pytest.raises(UserError, match="holds no checkpoint step-7; it holds: "):
         analyze.main([str(runs / "top2"), "--checkpoint", "step-7"])
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    shutil.copy(runs / "top2/config.yaml", begun)
+    with pytest.raises(UserError, match=r"begun holds no checkpoint yet.*wait for its first evaluation \(every 2 steps"):
+        analyze.main([str(begun)])
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--output .*file cannot be written"):
         analyze.main([str(runs / "top2"), "--output", str(tmp_path / "file")])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,6 +33,7 @@ from unifmoe_dist.analysis.diagnostics.reconstruction import (
     responses,
 )
 from unifmoe_dist.analysis.diagnostics.router_training import top2_gates, train_router
+from unifmoe_dist.analysis.diagnostics.task_router import _ResidualOutput
 from unifmoe_dist.analysis.diagnostics.transitions import rank_transition
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling import moe_layers, upcycle
@@ -244,6 +248,48 @@ def test_batched_errors_equal_the_equations_token_by_token(averaging):
             assert got[n, m - 1].item() == pytest.approx(error.item(), abs=1e-7)
 
 
+def test_ridge_by_hand():
+    """R_1 = (1, 0), R_2 = (0, 3), r = y = (1, 3), |y| = sqrt(10).
+
+    m=1: gamma = 1e-6 * 1 / 1, a = 1 / (1 + gamma), so the residue is (1 - a, 3), that is (1e-6, 3).
+    m=2: gamma = 1e-6 * (1 + 9) / 2 = 5e-6; a = (1 / (1 + gamma), 9 / (9 + gamma)), residues 1 - a_1 = 5e-6 and
+    3 (1 - a_2) = 3 * 5e-6 / 9.
+    """
+    tensor = partial(torch.tensor, dtype=torch.float64)
+    problem = Reconstruction(tensor([[[1, 0], [0, 9]]]), tensor([[1, 9]]), tensor([10]), tensor([10]))
+    first, second = prefix_errors(problem, torch.tensor([[0, 1]]))[0].tolist()
+    assert first == pytest.approx(math.sqrt((9 + 1e-12) / 10), rel=1e-9)
+    assert second == pytest.approx(math.hypot(5e-6, 5e-6 / 3) / math.sqrt(10), rel=1e-3)
+    # the other order: m=1 leaves (1, 3 gamma / (9 + gamma)) with gamma = 9e-6
+    assert prefix_errors(problem, torch.tensor([[1, 0]]))[0, 0].item() == pytest.approx(math.sqrt(1 / 10), rel=1e-9)
+
+
+def test_outputs_of_nothing_by_hand():
+    """|y| = 1e-13 lies below eta = 1e-12, so with R = 0 every e_m = |r| / eta = 0.1; where r = 0 too, e_m = 0."""
+    tiny, nothing = torch.tensor([1e-26, 0], dtype=torch.float64), torch.zeros(2, 3, 3, dtype=torch.float64)
+    errors = prefix_errors(Reconstruction(nothing, nothing[0, :2], tiny, tiny), torch.arange(3).expand(2, 3))
+    assert errors.tolist() == [[pytest.approx(0.1)] * 3, [0] * 3]
+    assert functional_demand(errors, 0.05).tolist() == [4, 1]
+
+
+def test_prefixes_are_solved_in_batches(monkeypatch):
+    """One call per prefix length, whatever the number of tokens."""
+    solve, sizes = torch.linalg.solve, []
+
+    def counted(left, right):
+        sizes.append(tuple(left.shape))
+        return solve(left, right)
+
+    monkeypatch.setattr(torch.linalg, "solve", counted)
+    experts = random_experts()
+    for count in (3, 300):
+        sizes.clear()
+        scores = torch.softmax(torch.randn(count, 4), 1)
+        found = reconstruction_problems(experts, shared_sets(experts), top_pair(scores), scores, torch.randn(count, 5))
+        prefix_errors(found.residual, expert_order(scores))
+        assert sizes == [(count, m, m) for m in (1, 2, 3, 4)]
+
+
 def test_whole_prefix_recovers_a_target_in_its_span():
     """With the gates' own merge the target is a sum of residual rows, so m = K leaves the ridge's bias alone."""
     experts = random_experts(num_experts=3, hidden=8, dim=6)
@@ -326,6 +372,20 @@ def test_bootstrap_interval_covers_and_is_seeded():
     assert found.interval[0] < found.correlation < found.interval[1] < 0
     assert demand_statistics(demand, seed=1, **kwargs).interval == found.interval
     assert demand_statistics(demand, seed=2, **kwargs).interval != found.interval
+
+
+def test_bootstrap_interval_is_that_of_all_resamples():
+    """Five pairs of one token each: all 5^5 resamples of pairs, written out, have the quantiles that are drawn."""
+    ratio = torch.tensor([0.1, 0.2, 0.5, 0.6, 0.9], dtype=torch.float64)
+    demand = torch.tensor([4, 2, 3, 1, 1])
+    exact = []
+    for chosen in itertools.product(range(5), repeat=5):
+        a, b = ratio[list(chosen)].numpy(), demand[list(chosen)].double().numpy()
+        if a.std() and b.std():  # else there is no r
+            exact.append(np.corrcoef(a, b)[0, 1])
+    found = demand_statistics(demand, torch.arange(5), ratio, 4, 0.05, resamples=20000, confidence=0.8)
+    assert found.correlation == pytest.approx(np.corrcoef(ratio.numpy(), demand.numpy())[0, 1])
+    assert found.interval == pytest.approx(np.quantile(exact, [0.1, 0.9]), abs=0.015)
 
 
 # -- the whole study -------------------------------------------------------------------------------------------------
@@ -456,6 +516,32 @@ def test_frozen_experts_compute_what_the_layer_holds():
         up, up_bias, down, down_bias = layer.ffn_weights(e)
         expected = F.linear(F.gelu(F.linear(x, up, up_bias)), down, down_bias)
         assert torch.allclose(outputs[e].float(), expected, atol=1e-5)
+
+
+def test_the_new_router_routes_residual_positions_alone():
+    """y = S_ij(x) + sum over its top-2 of g_e E_e^R(x), token by token from the layer's own weights."""
+    model = small_model()
+    layer = moe_layers(model)["blocks.1.mlp"]
+    for parameter in layer.experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    experts = FrozenExperts.of(layer)
+    sets = shared_sets(experts, delta=0.1)
+    assert 0 < sets.ratio.min() and sets.ratio.max() < 1
+    weight, x = torch.randn(4, 16), torch.randn(2, 3, 16)
+    got = _ResidualOutput(experts.to(torch.float32), sets, weight)(layer, (x,), {}, torch.empty(2, 3, 16))
+    tokens = x.reshape(6, 16)
+    scores, logits = layer.route(tokens).affinity, tokens @ weight.T
+    parts = experts.activations(tokens)  # (4, 6, C)
+    for n in range(6):
+        i, j = scores[n].topk(2).indices.sort().values.tolist()
+        shared = sets.shared[int(top_pair(scores[n : n + 1]))].double()
+        total = scores[n, i] + scores[n, j]
+        y = sum(scores[n, e] / total * ((parts[e, n] * shared) @ experts.values[e]) for e in (i, j))
+        a, b = logits[n].topk(2).indices.tolist()
+        gate = torch.sigmoid(logits[n, a] - logits[n, b])
+        for e, g in ((a, gate), (b, 1 - gate)):
+            y = y + g * ((parts[e, n] * (1 - shared)) @ experts.values[e])
+        torch.testing.assert_close(got.reshape(6, 16)[n], y.float(), atol=1e-4, rtol=1e-4)
 
 
 def test_router_on_the_task_loss_lowers_it_and_leaves_the_model_alone():

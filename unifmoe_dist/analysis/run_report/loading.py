@@ -121,6 +121,11 @@ def load_run(folder: Path, name: str = "best", label: str | None = None) -> Load
     if not (folder / "config.yaml").is_file():
         raise UserError(f"{folder} is not a run; give the folder that a training run wrote.")
     config = load_train_config(str(folder / "config.yaml"))
+    if not checkpoint.complete(folder / "checkpoints"):
+        raise UserError(
+            f"{folder} holds no checkpoint yet, so there are no trained weights to look into; if the run is going on, "
+            f"wait for its first evaluation (every {config.eval_every} steps), otherwise train it anew."
+        )
     saved = checkpoint.latest(folder, name)
     config.parallel.gradient_checkpointing = False
     given = config.model.pretrained

@@ -13,6 +13,8 @@ from unifmoe_dist.analysis.cost import FLOP_UNIT, PARAMETER_UNIT, count_cost, la
 from unifmoe_dist.analysis.cost_measure import LiveTensors, measure_cost
 from unifmoe_dist.analysis.cost_paper import DERIVED, dynmoe, gmoe, published_cost, unif_moe
 from unifmoe_dist.analysis.cost_table import csv_table, markdown_table, statistics_of
+from unifmoe_dist.analysis.run_report.costs import method_config
+from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.kernels import grouped_products
 from unifmoe_dist.upcycling import moe_layers
@@ -74,6 +76,16 @@ def test_executed_alone_the_peers_cost_less_than_the_paper_prints():
     assert dynmoe(computed=2.54).table()["FLOPs"] == pytest.approx(9.901, abs=1e-3)
     saved = 1 - unif_moe().table()["FLOPs"] / gmoe(1).table()["FLOPs"]
     assert saved == pytest.approx(0.085, abs=1e-3)
+
+
+def test_dynmoe_has_the_papers_eight_experts_on_domainbed():
+    """N of the table, 36.45, is that of 8 experts per layer (test_baselines.py counts them): none may be added."""
+    config = TrainConfig()
+    config.data.task = "vlcs"
+    dynmoe = method_config(config, "dynmoe").model
+    assert (dynmoe.num_experts, dynmoe.most_experts()) == (8, 8)
+    with pytest.raises(UserError, match="there are 6 experts"):
+        method_config(config, "top8")
 
 
 def test_layer_cost_by_hand():

@@ -96,6 +96,10 @@ def pixels(run: LoadedRun, images: Tensor) -> Tensor:
     return (images.cpu() * std + mean).clamp(0, 1)
 
 
+_NUMBERED = {"cola": ("not acceptable", "acceptable"), "mrpc": ("not equivalent", "equivalent")}
+"""Names of GLUE's classes where its files give numbers."""
+
+
 def label_names(run: LoadedRun) -> tuple[str, ...]:
     """Names of the task's classes, or their numbers."""
     task = run.config.data.task
@@ -103,7 +107,7 @@ def label_names(run: LoadedRun) -> tuple[str, ...]:
     if task in BENCHMARKS:
         names = BENCHMARKS[task].classes
     elif task in FORMATS:
-        names = FORMATS[task].classes
+        names = _NUMBERED.get(task, FORMATS[task].classes)
     elif task == "acceptability":
         names = ("with a fault", "as it was written")
     return names or tuple(str(number) for number in range(run.task.num_classes))

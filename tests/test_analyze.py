@@ -19,6 +19,7 @@ from PIL import Image
 from test_faults import SMALL
 
 from launch import analyze
+from unifmoe_dist.analysis.figures.training import compute_figure, usage_figure
 from unifmoe_dist.analysis.html_report import (
     Code,
     KeyNumber,
@@ -30,9 +31,10 @@ from unifmoe_dist.analysis.html_report import (
     write,
     write_page,
 )
-from unifmoe_dist.analysis.html_report.write import render
+from unifmoe_dist.analysis.html_report.write import prose, render
 from unifmoe_dist.analysis.run_report import costs as costs_module
 from unifmoe_dist.analysis.run_report import load_run
+from unifmoe_dist.analysis.run_report.loading import layer_names
 from unifmoe_dist.analysis.run_report.usage_sections import demand_threshold
 from unifmoe_dist.baselines.methods import METHODS
 from unifmoe_dist.errors import UserError
@@ -319,7 +321,7 @@ def test_what_is_no_run_is_one_sentence(runs, tmp_path):
     begun = tmp_path / "begun"
     begun.mkdir()
     shutil.copy(runs / "top2/config.yaml", begun)
-    with pytest.raises(UserError, match=r"begun holds no checkpoint yet.*wait for its first evaluation \(every 2 steps"):
+    with pytest.raises(UserError, match=r"begun holds no checkpoint yet.*its first evaluation \(every 2 steps"):
         analyze.main([str(begun)])
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--output .*file cannot be written"):
@@ -336,6 +338,37 @@ def test_a_page_escapes_all_that_it_is_given(tmp_path):
     assert write_page(page, tmp_path / "new") == tmp_path / "new/report.html"
     with (tmp_path / "new/tables/t.csv").open() as handle:
         assert list(csv.reader(handle)) == [[evil, "value"], [evil, "0.1"], ["none", ""]]
+
+
+def test_symbols_and_options_are_set_as_such():
+    assert prose("C_B < 8, N_A & k_ε; see --router-steps, not a--b or x_C_B") == (
+        "C<sub>B</sub> &lt; 8, N<sub>A</sub> &amp; k<sub>ε</sub>; see <code>--router-steps</code>, not a--b or x_C_B"
+    )
+
+
+def test_layers_go_by_their_number():
+    modules = ["blocks.3.mlp", "blocks.10.mlp.0"]
+    assert layer_names(modules) == {"blocks.3.mlp": "layer 3", "blocks.10.mlp.0": "layer 10"}
+    assert layer_names(["bert.encoder.layer.5.intermediate"]) == {"bert.encoder.layer.5.intermediate": "layer 5"}
+    for unclear in (["a.1.mlp", "b.1.mlp"], ["head", "mlp"]):
+        assert layer_names(unclear) == dict(zip(unclear, unclear, strict=True))
+
+
+def test_a_fixed_number_of_experts_has_no_curve_of_computation():
+    def records(*values: float) -> list[dict]:
+        layer = {"expert_count": 2.0, "shared_demand": 0.0, "expert_load": [1.0, 1.0], "block_load": [0.0, 0.0]}
+        return [
+            {"kind": "train", "step": step, "layers": {"mlp": {**layer, "block_compute": value}}}
+            for step, value in enumerate(values)
+        ]
+
+    assert compute_figure({"": records(16, 16 + 1e-9)}) is None
+    figure = compute_figure({"fixed": records(16, 16), "varied": records(16, 12)})
+    assert figure is not None and [len(axis.lines) for axis in figure.axes] == [1, 1]  # C_B and k; no alpha
+    assert len(usage_figure(records(16)[0]).axes) == 1  # nothing is shared: loads of experts alone
+    shared = records(16)[0]
+    shared["layers"]["mlp"]["block_load"] = [0.5, 0.0]
+    assert len(usage_figure(shared).axes) == 2
 
 
 def test_high_demand_is_the_top_tenth():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import astuple
 
 import pytest
 import torch
@@ -26,10 +27,12 @@ from unifmoe_dist.analysis.figures import (
 )
 from unifmoe_dist.analysis.usage_maps import (
     PatchGrid,
+    TextCompute,
     element_usage,
     high_demand,
     patch_compute,
     text_compute,
+    token_means,
 )
 from unifmoe_dist.analysis.usage_study import coactivation_change, distribution, study_layer, usage_record
 from unifmoe_dist.errors import UserError
@@ -128,6 +131,10 @@ def test_element_usage_by_hand():
     assert torch.allclose(got.blocks, torch.tensor([[third, third, third, 0], [0.5, 0.5, 0, 0]]).double())
     assert torch.allclose(got.experts, torch.tensor([[2 * third, 0, third], [0.5, 0.5, 0]]).double())
     assert got.compute.tolist() == [5, 6]
+    # tokens 0 and 2: alpha 1/4 and 1/2, b 1 and 2, k 1 and 2; token 1: 1/2, 2, 2
+    assert got.shared_demand.tolist() == [0.375, 0.5]
+    assert got.shared_block_count.tolist() == got.expert_count.tolist() == [1.5, 2]
+    assert got.most_common(1).elements == [5] and got.most_common(1).blocks.equal(got.blocks[:1])
     with pytest.raises(UserError, match=r"mask has shape \(2, 2\), but the patches have shape \(2, 1, 2\)"):
         element_usage(six_patches(), PatchGrid(1, 2, prefix=1), mask[:, 0])
     with pytest.raises(UserError, match="names no element"):
@@ -140,6 +147,8 @@ def test_text_compute_by_hand():
     assert [t.tokens for t in got] == [["a", "b", "c"], ["d"]]
     assert [t.block_compute for t in got] == [[4, 6, 6], [6]]
     assert [t.expert_count for t in got] == [[1, 2, 2], [3]]
+    means = token_means([TextCompute(["a", "b", "a"], [4, 6, 5], [1, 2, 2]), TextCompute(["b"], [6], [3])])
+    assert [astuple(mean) for mean in means] == [("b", 6, 2.5, 2), ("a", 4.5, 1.5, 2)]
     with pytest.raises(UserError, match="text 0 has 1 token strings, but its token at position 2"):
         text_compute(captured(routing_by_hand(), [0, 0, 0, 1], [0, 1, 2, 0]), [["a"], ["d"]])
 

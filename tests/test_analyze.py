@@ -298,6 +298,7 @@ def test_text_run(runs, empty_files):
     assert 300 < tokens <= 400
     assert (folder / "figures/text-1.png").is_file() and not (folder / "figures/patches-1.png").exists()
     assert any(row[0] == "[CLS]" for row in read.tables["tokens-1"])
+    assert "(34.19)" not in read.text and "RTX 3090" not in read.text  # those are of images
     (means,) = numbers["runs"][0]["tokens"].values()
     assert sum(mean["count"] for mean in means) == tokens
     (usage,) = numbers["runs"][0]["usage"].values()

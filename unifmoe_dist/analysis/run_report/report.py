@@ -76,7 +76,7 @@ def build_page(found: Sequence[RunStudy], command: str) -> Page:
         own = [*load_section(one, prefix), *usage_sections(one, prefix)]
         own += [*element_sections(one.run, one.elements, prefix), *observation_sections(one, prefix)]
         sections += [_named(section, one.run.name) for section in own] if len(found) > 1 else own
-    sections.append(cost_section([one.costs for one in found]))
+    sections.append(cost_section([one.costs for one in found], with_published=not any(run.is_text for run in runs)))
     for number, run in enumerate(runs, start=1):
         several = len(runs) > 1
         heading = f"Configuration of {run.name}" if several else "Configuration"

@@ -132,14 +132,18 @@ def load_section(found: RunStudy, prefix: str) -> list[Section]:
     return [Section("Expert load", [Table(f"{prefix}load", caption, columns, rows)])]
 
 
-def cost_section(tables: Sequence[CostTable]) -> Section:
-    """N, N_A, FLOPs and, where measured, seconds and memory, one row per model; the paper's number beside."""
+def cost_section(tables: Sequence[CostTable], with_published: bool) -> Section:
+    """N, N_A, FLOPs and, where measured, seconds and memory, one row per model.
+
+    `with_published` puts the paper's numbers, which are of a vision model, beside them.
+    """
     columns = list({column.label: column for table in tables for column in table.columns}.values())
     missing = {label: reason for table in tables for label, reason in table.missing.items()}
     shown = [s for s in STATISTICS if any(s in cost_record(column) for column in columns)]
     rows: list[list[Cell]] = []
     for column in columns:
-        record, published = cost_record(column), published_cost(column.method or "")
+        record = cost_record(column)
+        published = published_cost(column.method or "") if with_published else {}
         rows.append(
             [
                 column.label,
@@ -152,10 +156,14 @@ def cost_section(tables: Sequence[CostTable]) -> Section:
         )  # fmt: skip
     caption = (
         "N: parameters, in 2²⁰. N_A: those that a token uses, on average. FLOPs: two per multiply-add of matrix "
-        "products, in 2³⁰ per item, counted from the blocks that were executed. In brackets the paper's number "
-        "for DeiT-S/16 on VLCS and an RTX 3090: to be compared only with the same backbone and device."
+        "products, in 2³⁰ per item, counted from the blocks that were executed."
     )
-    if any(column.method in ("gmoe", "emoe", "dynmoe") for column in columns):
+    if with_published:
+        caption += (
+            " In brackets the paper's number for DeiT-S/16 on VLCS and an RTX 3090: to be compared only with the same "
+            "backbone and device."
+        )
+    if with_published and any(column.method in ("gmoe", "emoe", "dynmoe") for column in columns):
         caption += (
             " The paper's FLOPs of GMoE and EMoE are those of buffers padded by 1.5 and its FLOPs of DynMoE those of "
             "all experts, as far as its numbers can be taken apart (docs/insight.md); here all count what they execute."

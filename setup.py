@@ -45,7 +45,7 @@ setup(
         "deepspeed>=0.17",
         "ninja",  # DeepSpeed compiles a small communication op at its first start
         "mpi4py>=4.0",  # installs without an MPI library; only importing mpi4py.MPI needs one
-        "timm>=1.0",
+        "timm>=1.0.12",  # reads weight files without unpickling objects
         "transformers>=4.46",
         "datasets>=3.0",
         "numpy>=1.26",
@@ -56,7 +56,9 @@ setup(
         "tensorboard>=2.15",
         "safetensors>=0.4.3",
         "pyyaml>=6.0",
-        "jsonargparse[signatures]>=4.35",  # typed command lines and YAML straight from the configuration classes
+        # Typed command lines and YAML straight from the configuration classes. Since 4.52 values can be kept from
+        # importing modules.
+        "jsonargparse[signatures]>=4.52",
         "tqdm>=4.66",
         "jinja2>=3.1",  # pages of launch/analyze.py; torch needs it too
         "psutil",

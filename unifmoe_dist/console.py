@@ -47,7 +47,7 @@ def main() -> None:
         sys.exit(2)
     path = script(name)
     if name == "train" and _several_gpus() and shutil.which("deepspeed"):
-        os.execvp("deepspeed", ["deepspeed", str(path), *rest])
+        os.execvp("deepspeed", ["deepspeed", str(path), *rest])  # noqa: S606, S607  that of the active environment
     sys.argv = [str(path), *rest]
     runpy.run_path(str(path), run_name="__main__")
 

@@ -184,10 +184,10 @@ def _machine() -> Iterator[Finding]:
     free = shutil.disk_usage(".").free / 2**30
     yield Finding("disk", "ok" if free > 10 else "note", f"{free:.0f} GiB free here",
                   "" if free > 10 else "checkpoints of large models need more")  # fmt: skip
-    shared = Path("/dev/shm")
+    shared = Path("/dev/shm")  # noqa: S108  looked at, not written to
     if shared.is_dir():
         size = shutil.disk_usage(shared).total / 2**30
-        yield Finding("/dev/shm", "ok" if size >= 1 else "note", f"{size:.1f} GiB",
+        yield Finding(str(shared), "ok" if size >= 1 else "note", f"{size:.1f} GiB",
                       "" if size >= 1 else "image workers and NCCL need more: docker run --ipc host")  # fmt: skip
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads is None:

@@ -8,6 +8,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from unifmoe_dist import shipped
+
 COMMANDS = {
     "train": "train a model (through the deepspeed launcher where there are several GPUs)",
     "evaluate": "score a saved run",
@@ -24,10 +26,8 @@ COMMANDS = {
 
 
 def script(name: str) -> Path:
-    """launch/NAME.py: inside the installed package, or beside it in a checkout."""
-    package = Path(__file__).parent
-    folder = package / "launch" if (package / "launch").is_dir() else package.parent / "launch"
-    return folder / f"{name}.py"
+    """launch/NAME.py."""
+    return shipped.folder("launch") / f"{name}.py"
 
 
 def usage() -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
+from unifmoe_dist import shipped
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.engine import failure
 from unifmoe_dist.errors import UserError
@@ -86,13 +87,19 @@ def dump_train_config(config: TrainConfig) -> str:
 
 
 def _tidy(arguments: Sequence[str]) -> list[str]:
-    """Drop the --local_rank that launchers add, and let --resume stand alone."""
+    """Drop the --local_rank that launchers add, let --resume stand alone, and find configurations that are shipped."""
     words = [word for word in arguments if not word.startswith(("--local_rank", "--local-rank"))]
     alone = [
         word == "--resume" and (i + 1 == len(words) or words[i + 1].startswith("-"))
         for i, word in enumerate(words)
     ]
-    return [word + "=true" if bare else word for word, bare in zip(words, alone, strict=True)]
+    words = [word + "=true" if bare else word for word, bare in zip(words, alone, strict=True)]
+    for i, word in enumerate(words):
+        if word.startswith("--config="):
+            words[i] = "--config=" + shipped.config(word.removeprefix("--config="))
+        elif i and words[i - 1] == "--config":
+            words[i] = shipped.config(word)
+    return words
 
 
 def _one_sentence(message: str) -> str:

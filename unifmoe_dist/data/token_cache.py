@@ -81,8 +81,8 @@ def _read(path: Path, texts: int) -> Tokens | None:
     """A file's tokens, or None if there is none or it is damaged."""
     with suppress(OSError, SafetensorError, KeyError, ValueError):
         found = load_file(path)
-        kinds = {name: (found[name].dtype, found[name].ndim) for name in ("ids", "types", "lengths")}
+        kinds = [(found[name].dtype.name, found[name].ndim) for name in ("ids", "types", "lengths")]
         whole = found["lengths"].sum() == len(found["ids"]) == len(found["types"]) and len(found["lengths"]) == texts
-        if whole and kinds == {"ids": (np.int32, 1), "types": (np.uint8, 1), "lengths": (np.int32, 1)}:
+        if whole and kinds == [("int32", 1), ("uint8", 1), ("int32", 1)]:
             return found
     return None

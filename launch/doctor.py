@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 try:
@@ -20,13 +22,19 @@ SIGNS = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description="Check this environment; exit status 1 if training cannot work.")
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder of data sets (default: data)")
+    parser.add_argument("--json", action="store_true", help="print the findings as one JSON list")
     options = parser.parse_args(arguments)
-    problems = 0
+    findings = []
     for finding in examine(options.data):
-        advice = f"\n{'':26}-> {finding.advice}" if finding.advice and finding.status != "ok" else ""
-        print(f"{SIGNS[finding.status]} {finding.subject:17} {finding.text}{advice}", flush=True)
-        problems += finding.status == "problem"
-    print(f"\n{problems} problems" if problems else "\nready to train")
+        findings.append(finding)
+        if not options.json:
+            advice = f"\n{'':26}-> {finding.advice}" if finding.advice else ""
+            print(f"{SIGNS[finding.status]} {finding.subject:17} {finding.text}{advice}", flush=True)
+    problems = sum(finding.status == "problem" for finding in findings)
+    if options.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+    else:
+        print(f"\n{problems} problem{'s' * (problems > 1)}" if problems else "\nready to train")
     sys.exit(1 if problems else 0)
 
 

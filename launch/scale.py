@@ -21,7 +21,7 @@ from unifmoe_dist.errors import UserError
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
-        prog="scale.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="scale.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     sweep = result.add_argument_group("sweep: all combinations are measured; a re-run measures what is missing")
     for name, default, text in (
@@ -58,6 +58,8 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> None:
     options = parser().parse_args(arguments)
     if options.volume:
+        if others := [word for word in arguments if word != "--volume"]:
+            raise UserError(f"--volume takes no other option: {' '.join(others)} would change nothing; leave it out.")
         from unifmoe_dist.analysis.volume import format_volume_table, volume_table
 
         print(format_volume_table(volume_table()))

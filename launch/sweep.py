@@ -21,13 +21,12 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from unifmoe_dist import shipped
 from unifmoe_dist.baselines.tables import BENCHMARKS, SEEDS, TABLES
 from unifmoe_dist.engine.cli import parse_train_config, run_main
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.sweep.plan import Run, Selection, expand
 from unifmoe_dist.sweep.run_folder import State, state_of
-
-CONFIGS = Path(__file__).parent.parent / "configs"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -57,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> None:
     options = parser().parse_args(arguments)
-    runs = expand(selection(options), options.output, CONFIGS)
+    runs = expand(selection(options), options.output, shipped.folder("configs"))
     if options.dry_run:
         print(describe(runs, [state_of(run) for run in runs], options.discard_checkpoints))
         return

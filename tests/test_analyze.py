@@ -40,7 +40,7 @@ from unifmoe_dist.baselines.methods import METHODS
 from unifmoe_dist.errors import UserError
 
 WORDS = [*SMALL, "--steps", "2", "--model.layers", "[3]"]
-HOSTILE = "<b>x"
+HOSTILE = "<b>x 'y' \"z\"; $(touch named) $\\frac$\n{0} %d"
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 
 
@@ -128,7 +128,7 @@ def check_page(page: str, folder: Path) -> Reader:
 def test_unif_run_in_a_folder_with_a_hostile_name(runs, capsys):
     read, numbers, folder = make(runs / HOSTILE, "--tokens", "200")
     assert capsys.readouterr().out.strip() == str(folder / "report.html")
-    assert not read.named("b") and "UniF-MoE on digits: <b>x" in read.text
+    assert not read.named("b") and f"UniF-MoE on digits: {HOSTILE}" in read.text
     (run,) = numbers["runs"]
     (layer, usage), = run["usage"].items()
     assert run["sample"] == {"items": 40, "tokens": {layer: 200}} and usage["tokens"] == 200
@@ -226,7 +226,7 @@ def test_two_runs_side_by_side_with_the_cost_of_every_method(runs, empty_files, 
     change = numbers["comparison"]
     assert (change["from"], change["to"]) == ("without", HOSTILE)  # without the Gram loss first
     assert list(change["coactivation_change"].values()) == [0]  # the same weights
-    assert read.tables["coactivation-change"][0][1:] == ["without (λ = 0)", "<b>x (λ = 0.01)", "change"]
+    assert read.tables["coactivation-change"][0][1:] == ["without (λ = 0)", f"{HOSTILE} (λ = 0.01)", "change"]
     assert read.tables["comparison"][0] == ["number", HOSTILE, "without"]
     costs = numbers["runs"][0]["costs"]
     assert [cost["method"] for cost in costs] == [name for name in METHODS if name != "top8"]  # of 4 experts

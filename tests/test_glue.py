@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from glue_tables import write_rte
 from jobs import ROOT, run_job
 from ranks import run_ranks
 from torch import nn
@@ -21,7 +22,7 @@ from unifmoe_dist.config import DataConfig, ModelConfig, OptimConfig, ParallelCo
 from unifmoe_dist.data.base import TaskData
 from unifmoe_dist.data.encoders import TINY, Encoder
 from unifmoe_dist.data.glue import glue_task
-from unifmoe_dist.data.glue_files import FORMATS, Examples, read_glue
+from unifmoe_dist.data.glue_files import FORMATS, Examples, check_layout, read_glue
 from unifmoe_dist.data.metrics import ACCURACY, ACCURACY_AND_F1, MATTHEWS
 from unifmoe_dist.data.text import EncodedTexts, PadCollator
 from unifmoe_dist.engine import build, checkpoint
@@ -93,6 +94,7 @@ OFFICIAL = {
 
 def read(name: str, root: Path) -> tuple[list[tuple], list[tuple]]:
     train, validation = read_glue(name, root)
+    assert check_layout(name, root)  # the quick look agrees
 
     def rows(part: Examples) -> list[tuple]:
         return [(*texts, label) for texts, label in zip(part.texts, part.labels, strict=True)]
@@ -135,8 +137,9 @@ def test_folders_as_the_hub_stores_them(tmp_path):
     with pytest.raises(UserError, match="no column 'question'.*QNLI"):
         DatasetDict({"train": splits["train"], "validation": splits["train"]}).save_to_disk(str(tmp_path / "qnli"))
         read_glue("qnli", tmp_path / "qnli")
-    with pytest.raises(UserError, match="no split validation_matched"):
-        read_glue("mnli", tmp_path / "qnli")
+    for look in (read_glue, check_layout):
+        with pytest.raises(UserError, match="no split validation_matched"):
+            look("mnli", tmp_path / "qnli")
     unlabelled = splits["train"].map(lambda row: {"label": -1})
     unlabelled.to_parquet(str(tmp_path / "hub/mnli/train-00000-of-00001.parquet"))
     with pytest.raises(UserError, match="the label -1"):
@@ -157,15 +160,17 @@ def test_folders_as_the_hub_stores_them(tmp_path):
 def test_bad_files_are_one_sentence(name, file, lines, expected, tmp_path):
     write_official(tmp_path)
     write(tmp_path / file, *lines)
-    with pytest.raises(UserError, match=expected):
-        read_glue(name, tmp_path)
+    for look in (read_glue, check_layout):
+        with pytest.raises(UserError, match=expected):
+            look(name, tmp_path)
 
 
 def test_missing_files_are_one_sentence(tmp_path):
     with pytest.raises(UserError, match="data.root .*nowhere is not a folder"):
         read_glue("rte", tmp_path / "nowhere")
-    with pytest.raises(UserError, match="holds no MNLI data.*dev_matched.tsv"):
-        read_glue("mnli", tmp_path)
+    for look in (read_glue, check_layout):
+        with pytest.raises(UserError, match="holds no MNLI data.*dev_matched.tsv"):
+            look("mnli", tmp_path)
     write_official(tmp_path)
     with pytest.raises(UserError, match="no column 'question'.*not the official file of QNLI"):
         read_glue("qnli", tmp_path / "RTE")
@@ -330,13 +335,6 @@ def rte_config(root, output, **options) -> TrainConfig:
         model=ModelConfig(backbone=TINY, pretrained="none", layers=[1], num_experts=2, num_blocks=4),
         optim=OptimConfig(lr=1e-3, warmup_steps=0, schedule="linear"), parallel=ParallelConfig(), **options,
     )  # fmt: skip
-
-
-def write_rte(root: Path, train: int = 10, dev: int = 5) -> None:
-    header = "index\tsentence1\tsentence2\tlabel"
-    for name, size in (("train", train), ("dev", dev)):
-        labels = ["entailment" if i % 2 else "not_entailment" for i in range(size)]
-        write(root / f"{name}.tsv", header, *(f"{i}\tYes {i}.\tNo \"{i}.\t{label}" for i, label in enumerate(labels)))
 
 
 def test_an_epoch_rounds_up_and_the_schedule_covers_the_whole_plan(tmp_path):

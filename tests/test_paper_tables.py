@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import random
 import re
 from pathlib import Path
 
 import pytest
+from glue_tables import write_rte
 from tiny_images import make_benchmark
 
 ROOT = Path(__file__).parent.parent
@@ -20,23 +20,12 @@ def script(name: str):
     return module
 
 
-def write_rte(root: Path) -> None:
-    draw = random.Random(0)
-    for name, size in (("train", 24), ("dev", 11)):
-        lines = ["index\tsentence1\tsentence2\tlabel"]
-        for i in range(size):
-            label = draw.choice(("entailment", "not_entailment"))
-            lines.append(f"{i}\tThe cat sat {i} times.\tIt sat.\t{label}")
-        (root / "RTE").mkdir(parents=True, exist_ok=True)
-        (root / "RTE" / f"{name}.tsv").write_text("\n".join(lines) + "\n")
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("data")
     for name in ("pacs", "vlcs"):
         make_benchmark(root, name, per_class=5)
-    write_rte(root)
+    write_rte(root / "RTE", 24, 11)
     return root
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from launch import scale
 from unifmoe_dist.analysis import cost_model, scaling
 from unifmoe_dist.analysis.cost_model import Cluster, CostModel, Workload
 from unifmoe_dist.analysis.scaling_point import Layout, Measurement, Study
@@ -304,6 +305,11 @@ def run_scale(*options):
         [sys.executable, str(ROOT / "launch" / "scale.py"), *map(str, options)],
         capture_output=True, text=True, timeout=200, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
+
+
+def test_the_volume_table_takes_no_other_option():
+    with pytest.raises(UserError, match="--ranks 2 would change nothing"):
+        scale.main(["--ranks", "2", "--volume"])
 
 
 def test_sweep_measures_plots_and_continues(tmp_path):

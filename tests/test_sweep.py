@@ -13,11 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 from ranks import _context
 
 from unifmoe_dist.baselines.methods import METHODS, find_method, in_order, with_options
-from unifmoe_dist.baselines.tables import BENCHMARKS, TABLES
+from unifmoe_dist.baselines.tables import TABLES
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.engine.cli import dump_train_config
 from unifmoe_dist.errors import UserError
@@ -35,30 +34,12 @@ import sweep as sweep_command  # noqa: E402
 CPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
-@pytest.fixture(scope="module")
-def configs(tmp_path_factory) -> Path:
-    """The base configurations, with the paper's settings in place of those of data sets that are not here."""
-    folder = tmp_path_factory.mktemp("configs")
-    for task, benchmark in BENCHMARKS.items():
-        own, path = ROOT / "configs" / benchmark.config, folder / benchmark.config
-        path.parent.mkdir(exist_ok=True)
-        if own.is_file():
-            path.write_text(own.read_text())
-            continue
-        vision = bool(benchmark.environments)
-        options = {
-            "data": {"task": task, "batch_size": 32, "eval_batch_size": 64},
-            "model": {"layers": [8, 10], "num_experts": 6, "num_blocks": 8} if vision
-            else {"layers": [20, 22], "num_experts": 16, "num_blocks": 16},
-            **({"steps": 15001 if task == "domainnet" else 5001, "eval_every": 300} if vision else {"epochs": 10}),
-        }  # fmt: skip
-        path.write_text(yaml.safe_dump(options))
-    return folder
+CONFIGS = ROOT / "configs"
 
 
 def plan(output, *, methods=("dense",), held_out=("rot0",), seeds=(0,), settings=("steps=2", "eval_every=2"), **more):
     selection = Selection(("digits",), methods, held_out, seeds, settings=settings, **more)
-    return expand(selection, Path(output), ROOT / "configs")
+    return expand(selection, Path(output), CONFIGS)
 
 
 # -- what is planned --------------------------------------------------------------------------------------------------
@@ -75,8 +56,7 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_a_dry_run_prints_every_run_of_a_table(table, configs, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sweep_command, "CONFIGS", configs)
+def test_a_dry_run_prints_every_run_of_a_table(table, tmp_path, capsys):
     sweep_command.main(["--table", table, "--dry-run", "--output", str(tmp_path / "none")])
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("to do ") for line in lines) == COUNTS[table]
@@ -111,9 +91,9 @@ def test_studies_are_methods_with_a_number():
             find_method(name)
 
 
-def test_a_run_has_its_options_and_a_folder_of_its_own(configs, tmp_path):
+def test_a_run_has_its_options_and_a_folder_of_its_own(tmp_path):
     selection = Selection(("officehome", "rte"), ("unif-fixed-alpha",), seeds=(7,), settings=("data.batch_size=16",))
-    runs = expand(selection, tmp_path, configs)
+    runs = expand(selection, tmp_path, CONFIGS)
     assert [str(run.folder.relative_to(tmp_path)) for run in runs] == [
         *(f"officehome/{place}/unif-fixed-alpha/seed7" for place in ("art", "clipart", "product", "real-world")),
         *(f"rte/unif-fixed-alpha/seed7-lr{lr}" for lr in ("2e-05", "3e-05", "5e-05")),
@@ -125,8 +105,8 @@ def test_a_run_has_its_options_and_a_folder_of_its_own(configs, tmp_path):
     assert runs[4].config.model.num_experts == 16  # the base configuration's, of the other data set
 
 
-def test_a_method_may_have_other_options_on_a_data_set(configs, tmp_path):
-    runs = expand(Selection(("pacs", "digits"), ("emoe", "dynmoe"), seeds=(0,)), tmp_path, configs)
+def test_a_method_may_have_other_options_on_a_data_set(tmp_path):
+    runs = expand(Selection(("pacs", "digits"), ("emoe", "dynmoe"), seeds=(0,)), tmp_path, CONFIGS)
     shapes = {(run.task, run.method): (run.config.model.num_experts, run.config.model.top_k) for run in runs}
     assert shapes["pacs", "emoe"] == (24, 4) and shapes["digits", "emoe"] == (16, 3)
     assert shapes["pacs", "dynmoe"][0] == 8 and shapes["digits", "dynmoe"][0] == 6
@@ -154,9 +134,9 @@ def test_commands_that_name_too_little(words):
         sweep_command.main([*words, "--dry-run"])
 
 
-def test_hours_and_disk_by_hand(configs, tmp_path):
+def test_hours_and_disk_by_hand(tmp_path):
     selection = Selection(("pacs",), ("dense", "gmoe", "lfme"), ("Art",), (0,), settings=("eval_every=300",))
-    runs = expand(selection, tmp_path, configs)
+    runs = expand(selection, tmp_path, CONFIGS)
     # 5001 steps of 96 images; 17 evaluations of 20 % of 3/4 of 9,991 images, the test on 80 % of 1/4, 64 at a time
     scored = (17 * 0.2 * 3 / 4 + 0.8 / 4) * 9991 / 64
     dense, gmoe, lfme = (estimate([run], [State.NEW]) for run in runs)
@@ -167,7 +147,7 @@ def test_hours_and_disk_by_hand(configs, tmp_path):
     kept = runs[0].config.keep_checkpoints + 1
     assert gmoe.checkpoint_gb - dense.checkpoint_gb == pytest.approx(kept * 16 * 2 * 5 * 2 * 384 * 1536 / 1e9)
     selection = Selection(("domainnet",), ("unif",), ("Real",), (0,), settings=("eval_every=300",))
-    hours = estimate(expand(selection, tmp_path, configs), [State.NEW]).hours["domainnet"]
+    hours = estimate(expand(selection, tmp_path, CONFIGS), [State.NEW]).hours["domainnet"]
     assert hours * 3600 == pytest.approx(15001 * 1.23 * 160 / 96 + (51 * 0.2 * 5 + 0.8) / 6 * 586575 / 64 * 0.17)
 
 
@@ -177,7 +157,7 @@ def test_hours_and_disk_by_hand(configs, tmp_path):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
     """The folder of a whole sweep: two environments, two seeds and three methods, two steps each."""
-    output = tmp_path_factory.mktemp("sweep")
+    output = tmp_path_factory.mktemp("a 'b' \"c\"; $(touch named) `touch named`\n<script>{0} %d")  # nobody runs names
     sweep_command.main(words_of(output))
     return output
 
@@ -222,6 +202,7 @@ def test_a_whole_sweep_gives_the_report(finished, capsys):
     assert "only rot0, rot75 of 6 environments were planned" in page
     for name in ("report.md", "digits.md", "digits.tex", "digits.csv", "digits.png", "digits-scores.png"):
         assert (finished / "report" / name).stat().st_size > 300
+    assert not list(Path().glob("named*"))
 
 
 def test_a_finished_sweep_is_skipped(finished, capsys):

@@ -8,6 +8,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from unifmoe_dist import shipped
+
 COMMANDS = {
     "train": "train a model (through the deepspeed launcher where there are several GPUs)",
     "evaluate": "score a saved run",
@@ -24,10 +26,8 @@ COMMANDS = {
 
 
 def script(name: str) -> Path:
-    """launch/NAME.py: inside the installed package, or beside it in a checkout."""
-    package = Path(__file__).parent
-    folder = package / "launch" if (package / "launch").is_dir() else package.parent / "launch"
-    return folder / f"{name}.py"
+    """launch/NAME.py."""
+    return shipped.folder("launch") / f"{name}.py"
 
 
 def usage() -> str:
@@ -47,7 +47,7 @@ def main() -> None:
         sys.exit(2)
     path = script(name)
     if name == "train" and _several_gpus() and shutil.which("deepspeed"):
-        os.execvp("deepspeed", ["deepspeed", str(path), *rest])
+        os.execvp("deepspeed", ["deepspeed", str(path), *rest])  # noqa: S606, S607  that of the active environment
     sys.argv = [str(path), *rest]
     runpy.run_path(str(path), run_name="__main__")
 

@@ -57,18 +57,19 @@ def _fixed(config: type[TopKConfig], layer: Callable[..., ExpertLayer]) -> Build
     return build
 
 
+def _slots(options: LayerOptions) -> dict[str, Any]:
+    """Experts that can be and that are at the start, as a `DynamicConfig` names them."""
+    return {"num_experts": options.max_experts, "initial_experts": options.num_experts}
+
+
 def _dynmoe(shape: dict[str, Any], options: LayerOptions, group: ProcessGroup | None, name: str) -> ExpertLayer:
-    config = DynMoEConfig(
-        **shape, num_experts=options.max_experts, initial_experts=options.num_experts, adapt_every=options.adapt_every
-    )
-    return DynMoELayer(config, group, name)
+    return DynMoELayer(DynMoEConfig(**shape, **_slots(options), adapt_every=options.adapt_every), group, name)
 
 
 def _mass(shape: dict[str, Any], options: LayerOptions, group: ProcessGroup | None, name: str) -> ExpertLayer:
     # The authors' windows belong to 500 steps of expansion; shorter runs watch in the same proportions.
     config = MASSConfig(
-        **shape, num_experts=options.max_experts, initial_experts=options.num_experts,
-        mass_threshold=options.mass_threshold, expansion_steps=options.expansion_steps,
+        **shape, **_slots(options), mass_threshold=options.mass_threshold, expansion_steps=options.expansion_steps,
         window=max(2, min(200, options.expansion_steps * 2 // 5)), warmup=min(100, options.expansion_steps // 5),
     )  # fmt: skip
     return MASSLayer(config, group, name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from torch import Tensor
 from unifmoe_dist.baselines.gated import GatedExpertLayer
 from unifmoe_dist.config import ExpertLayerConfig
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.expert_layer import Config
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,10 @@ class DynamicConfig(ExpertLayerConfig):
             )
 
 
-class DynamicExpertLayer(GatedExpertLayer[Config]):
+Dynamic = TypeVar("Dynamic", bound=DynamicConfig)
+
+
+class DynamicExpertLayer(GatedExpertLayer[Dynamic]):
     """Complete experts in slots, some of which are free.
 
     Attributes:
@@ -48,12 +50,10 @@ class DynamicExpertLayer(GatedExpertLayer[Config]):
 
     active: Tensor
 
-    def __init__(
-        self, config: Config, initial_experts: int, expert_group: dist.ProcessGroup | None, dispatcher: str
-    ) -> None:
+    def __init__(self, config: Dynamic, expert_group: dist.ProcessGroup | None, dispatcher: str) -> None:
         super().__init__(config, expert_group, dispatcher)
         self._statistics: list[str] = []
-        self.register_buffer("active", torch.arange(config.num_experts) < initial_experts)
+        self.register_buffer("active", torch.arange(config.num_experts) < config.initial_experts)
 
     def _register_statistic(self, name: str, value: Tensor) -> None:
         """A float32 buffer that stays float32 when the model is converted: sums do not fit into 16 bits."""

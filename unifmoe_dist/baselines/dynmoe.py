@@ -90,7 +90,7 @@ class DynMoELayer(DynamicExpertLayer[DynMoEConfig]):
     def __init__(
         self, config: DynMoEConfig, expert_group: dist.ProcessGroup | None = None, dispatcher: str = "auto"
     ) -> None:
-        super().__init__(config, config.initial_experts, expert_group, dispatcher)
+        super().__init__(config, expert_group, dispatcher)
         self.router = TopAnyRouter(config.model_dim, config.num_experts)
         self._register_statistic("count", torch.zeros(config.num_experts))  # tokens of every expert
         self._register_statistic("lost", torch.zeros(config.model_dim + 1))  # tokens of none: their sum, their number

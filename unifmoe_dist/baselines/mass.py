@@ -84,7 +84,7 @@ class MASSLayer(DynamicExpertLayer[MASSConfig]):
     def __init__(
         self, config: MASSConfig, expert_group: dist.ProcessGroup | None = None, dispatcher: str = "auto"
     ) -> None:
-        super().__init__(config, config.initial_experts, expert_group, dispatcher)
+        super().__init__(config, expert_group, dispatcher)
         slots = config.num_experts
         self.router = nn.Linear(config.model_dim, slots, bias=False)
         self.register_buffer("seen", torch.zeros(slots, dtype=torch.int64))  # gradients since the last copy

@@ -6,11 +6,13 @@ About half the sentences are as their authors wrote them (label 1), the others c
 
 from __future__ import annotations
 
+import pickle
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from unifmoe_dist.data.base import TaskData
@@ -92,10 +94,18 @@ def encoder_path(model_path: str | Path | None = None) -> Path:
 
 
 def build_encoder(folder: str | Path) -> nn.Module:
-    """The pretrained encoder with a new two-way classifier, drawn from torch's global generator."""
+    """The pretrained encoder with a new two-way classifier, drawn from torch's global generator.
+
+    Raises:
+        UserError: the folder's weights are missing or damaged.
+    """
     from transformers import BertForSequenceClassification
 
-    return BertForSequenceClassification.from_pretrained(str(folder), num_labels=2)
+    try:
+        return BertForSequenceClassification.from_pretrained(str(folder), num_labels=2)
+    except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
+        reason = " ".join(str(error).split("\n")[0].split()).rstrip(".")
+        raise UserError(f"the weights in {folder} cannot be read ({reason}); give another folder.") from error
 
 
 @lru_cache(maxsize=4)
@@ -103,4 +113,4 @@ def load_tokenizer(folder: str) -> Any:
     """The tokenizer of an encoder's folder."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import lzma
+import shutil
 import stat
 import tarfile
 import zipfile
@@ -13,6 +14,13 @@ from pathlib import Path, PurePosixPath
 from tqdm import tqdm
 
 from unifmoe_dist.errors import UserError
+
+MOST_GROWTH = 50
+"""Unpacked bytes per packed byte beyond which an archive is taken for a bomb; images hardly shrink, so theirs is about
+1."""
+MOST_FILES = 5_000_000
+SMALL = 1 << 28
+"""Bytes that an archive may always unpack to."""
 
 
 def sha256(path: Path) -> str:
@@ -25,7 +33,8 @@ def unpack(archive: Path, folder: Path, progress: bool = True) -> None:
     """Unpack a zip or tar file, compressed or not, into `folder`.
 
     Raises:
-        UserError: it is no archive, is damaged or encrypted, or holds a name or link that leads outside.
+        UserError: it is no archive, is damaged or encrypted, holds a link or a name that leads outside, or unpacks to
+            more than `MOST_GROWTH` times its size, more than `MOST_FILES` files, or more than the disk has room for.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -50,6 +59,7 @@ def unpack(archive: Path, folder: Path, progress: bool = True) -> None:
 
 
 def _unpack_zip(archive: Path, folder: Path, progress: bool) -> None:
+    budget = _Budget(archive, folder)
     with zipfile.ZipFile(archive) as source:
         members = source.infolist()
         for member in members:
@@ -58,11 +68,40 @@ def _unpack_zip(archive: Path, folder: Path, progress: bool) -> None:
                 raise UserError(
                     f"{archive} holds {member.filename!r}, which leads outside; get it from its official source."
                 )
+            budget.take(member.file_size)  # zipfile writes no more than this, whatever is inside
         for member in tqdm(members, desc=archive.name, unit=" files", disable=not progress):
             source.extract(member, folder)
 
 
 def _unpack_tar(archive: Path, folder: Path, progress: bool) -> None:
+    budget = _Budget(archive, folder)
     with tarfile.open(archive) as source:  # one pass: a compressed tar has no index
         for member in tqdm(source, desc=archive.name, unit=" files", disable=not progress):
+            if member.issym():  # older Pythons' filter can be deceived by them (CVE-2025-4517)
+                raise UserError(
+                    f"{archive} holds {member.name!r}, a link, which no data set needs; get it from its official "
+                    "source."
+                )
+            budget.take(member.size)
             source.extract(member, folder, filter="data")
+
+
+class _Budget:
+    """What an archive may still write."""
+
+    def __init__(self, archive: Path, folder: Path) -> None:
+        self.archive, self.folder = archive, folder
+        self.files = MOST_FILES
+        self.bytes = max(MOST_GROWTH * archive.stat().st_size, SMALL)
+        self.room = shutil.disk_usage(folder).free
+
+    def take(self, size: int) -> None:
+        """Count a file of `size` bytes, before it is written."""
+        self.files, self.bytes, self.room = self.files - 1, self.bytes - size, self.room - size
+        if self.files < 0 or self.bytes < 0:
+            raise UserError(
+                f"{self.archive} unpacks to more than {MOST_GROWTH} times its size or {MOST_FILES:,} files, as no data "
+                "set does; get it from its official source."
+            )
+        if self.room < 0:
+            raise UserError(f"{self.archive} unpacks to more than the disk of {self.folder} has room for; free space.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import string
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,7 +56,7 @@ class Encoder:
         from transformers import AutoTokenizer
 
         with self._explained("tokenizer"):
-            tokenizer = AutoTokenizer.from_pretrained(self.source)
+            tokenizer = AutoTokenizer.from_pretrained(self.source, trust_remote_code=False)
         if tokenizer.pad_token_id is None:
             raise UserError(f"the tokenizer of {self.source} has no padding token; choose a BERT-style model.backbone.")
         return tokenizer
@@ -76,12 +77,13 @@ class Encoder:
         if self._is_tiny():
             return AutoModelForSequenceClassification.from_config(_tiny_config(given))
         with self._explained("weights"), _quiet():
-            config = AutoConfig.from_pretrained(self.source, **given)
+            config = AutoConfig.from_pretrained(self.source, trust_remote_code=False, **given)
             if self.random:
                 return AutoModelForSequenceClassification.from_config(config)
             # A checkpoint may bring a classifier of another width, which is drawn anew.
             model, loaded = AutoModelForSequenceClassification.from_pretrained(
-                self.source, config=config, ignore_mismatched_sizes=True, output_loading_info=True
+                self.source, config=config, ignore_mismatched_sizes=True, output_loading_info=True,
+                trust_remote_code=False,
             )
         drawn = [*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])]
         body = f"{model.base_model_prefix}."
@@ -110,7 +112,7 @@ class Encoder:
             )
         try:
             yield
-        except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        except (OSError, ValueError, RuntimeError, ImportError, SafetensorError, pickle.UnpicklingError) as error:
             place = f"the folder {folder}" if folder.is_dir() else f"{self.source} on the Hugging Face hub"
             reason = " ".join(str(error).split("\n")[0].split()).rstrip(".")
             raise UserError(

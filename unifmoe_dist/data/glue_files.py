@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,36 @@ def read_glue(name: str, root: str | Path | None) -> tuple[Examples, Examples]:
                 return splits
     except OSError as error:
         raise UserError(f"data.root {folder} cannot be read ({error}); check the folder's files.") from error
-    raise UserError(
+    raise _no_data(task, folder)
+
+
+def check_layout(name: str, root: str | Path) -> str:
+    """Which layout of `read_glue` a folder has, in words. Reads no more than the first rows' names and labels.
+
+    Raises:
+        UserError: none of them, or its columns or splits are not the task's.
+    """
+    task = FORMATS[name]
+    folder = _task_folder(task, Path(root))
+    tables = [path for path in (folder / "train.tsv", folder / f"dev{task.split}.tsv") if path.is_file()]
+    if len(tables) < 2 and task.name == "mrpc":
+        tables = [path for path in sorted(folder.glob("msr_paraphrase_t*.txt")) if path.is_file()]
+    if len(tables) == 2:
+        for path in tables:
+            _examples(task, path, islice(_rows(task, path), 100))
+        return "official files"
+    if (folder / "dataset_dict.json").is_file():
+        lacking = [n for n in ("train", f"validation{task.split}") if not (folder / n / "state.json").is_file()]
+        if lacking:
+            raise UserError(f"{folder} has no split {lacking[0]}; save it again with datasets.save_to_disk.")
+        return "a folder of datasets.save_to_disk"
+    if all(any(folder.glob(f"{split}*.parquet")) for split in ("train", f"validation{task.split}")):
+        return "parquet files"
+    raise _no_data(task, folder)
+
+
+def _no_data(task: GlueFormat, folder: Path) -> UserError:
+    return UserError(
         f"{folder} holds no {task.folder} data; data.root needs train.tsv and dev{task.split}.tsv of the official "
         f"archive, a folder of datasets.save_to_disk, or train*.parquet and validation{task.split}*.parquet."
     )

@@ -23,6 +23,9 @@ from unifmoe_dist.errors import UserError
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """ImageNet's channel statistics, of values in 0..1."""
 
+FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
+"""What a file may hold, whatever its name says. Pillow would hand others, such as EPS, to other programs."""
+
 _lenient = threading.Lock()
 
 
@@ -92,7 +95,7 @@ def decode(path: Path) -> tuple[Image.Image, bool]:
 
 
 def _decode(path: Path) -> Image.Image:
-    with Image.open(path) as image:
+    with Image.open(path, formats=FORMATS) as image:
         return image.convert("RGB")
 
 

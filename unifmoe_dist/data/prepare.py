@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,8 +76,12 @@ def prepare(benchmark: Benchmark, archives: Sequence[Path], root: Path, progress
             for archive in archives:
                 if (beside := archive.with_name(benchmark.duplicates.file)).is_file():
                     shutil.copyfile(beside, made / beside.name)
-        write_manifest(made, benchmark.name, records, list_images(benchmark, made))
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            write_manifest(made, benchmark.name, records, list_images(benchmark, made))
         os.replace(made, target)
+        for warning in warned:
+            warnings.warn(str(warning.message).replace(str(made), str(target)), stacklevel=2)
     except OSError as error:
         raise UserError(f"{target} could not be made ({error}); free space or look at rights.") from error
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from unifmoe_dist.data import token_cache
 from unifmoe_dist.data.base import Batch
+from unifmoe_dist.data.token_cache import Tokens
 
 MAX_LENGTH = 128
 """Longest input, in tokens."""
@@ -37,18 +40,11 @@ class EncodedTexts(Dataset):
     ) -> None:
         self.texts, self.labels = list(texts), list(labels)
         self.pairs = None if pairs is None else list(pairs)
-        ids, types, lengths = [], [], []
-        for first in range(0, len(self.texts), _AT_ONCE):
-            part = slice(first, first + _AT_ONCE)
-            second = None if self.pairs is None else self.pairs[part]
-            encoded = tokenizer(
-                self.texts[part], second, truncation=True, max_length=MAX_LENGTH, return_token_type_ids=True
-            )
-            lengths += [len(row) for row in encoded["input_ids"]]
-            ids.append(np.concatenate([np.asarray(row, dtype=np.int32) for row in encoded["input_ids"]]))
-            types.append(np.concatenate([np.asarray(row, dtype=np.uint8) for row in encoded["token_type_ids"]]))
-        self._ends = np.cumsum([0, *lengths])
-        self._ids, self._types = (np.concatenate(parts) if parts else np.zeros(0, int) for parts in (ids, types))
+        large = len(self.texts) >= token_cache.FEWEST
+        name = token_cache.fingerprint(tokenizer, self.texts, self.pairs, MAX_LENGTH) if large else None
+        tokens = token_cache.remembered(name, len(self.texts), partial(tokenise, tokenizer, self.texts, self.pairs))
+        self._ends = np.concatenate([[0], np.cumsum(tokens["lengths"], dtype=np.int64)])
+        self._ids, self._types = tokens["ids"], tokens["types"]
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -56,6 +52,19 @@ class EncodedTexts(Dataset):
     def __getitem__(self, index: int) -> tuple[list[int], list[int], int]:
         part = slice(self._ends[index], self._ends[index + 1])
         return self._ids[part].tolist(), self._types[part].tolist(), self.labels[index]
+
+
+def tokenise(tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None) -> Tokens:
+    """Texts, or pairs of texts, as flat arrays."""
+    ids, types, lengths = [np.zeros(0, np.int32)], [np.zeros(0, np.uint8)], [np.zeros(0, np.int32)]
+    for first in range(0, len(texts), _AT_ONCE):
+        part = slice(first, first + _AT_ONCE)
+        second = None if pairs is None else pairs[part]
+        encoded = tokenizer(texts[part], second, truncation=True, max_length=MAX_LENGTH, return_token_type_ids=True)
+        lengths.append(np.array([len(row) for row in encoded["input_ids"]], dtype=np.int32))
+        ids.append(np.concatenate([np.asarray(row, dtype=np.int32) for row in encoded["input_ids"]]))
+        types.append(np.concatenate([np.asarray(row, dtype=np.uint8) for row in encoded["token_type_ids"]]))
+    return {"ids": np.concatenate(ids), "types": np.concatenate(types), "lengths": np.concatenate(lengths)}
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ def _load_file(model: Any, file: Path) -> None:
     from timm.models.vision_transformer import checkpoint_filter_fn
 
     try:
-        weights = checkpoint_filter_fn(load_state_dict(str(file), use_ema=False), model)
+        weights = checkpoint_filter_fn(load_state_dict(str(file), use_ema=False, weights_only=True), model)
         own = model.state_dict()
         weights = {
             name: weight

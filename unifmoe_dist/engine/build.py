@@ -79,7 +79,19 @@ def build_model(config: TrainConfig, task: TaskData, ranks: Ranks | None = None)
 
     Without ranks all experts are here and nothing travels, so no dispatcher's library is needed.
     """
-    model = task.build_model()
+    model = install_layers(config, task.build_model(), ranks)
+    model = ALGORITHMS[config.algorithm.name].adapt(model, config.algorithm)
+    if config.parallel.gradient_checkpointing:
+        checkpoint_activations(model)
+    return model
+
+
+def install_layers(config: TrainConfig, model: nn.Module, ranks: Ranks | None = None) -> nn.Module:
+    """Put the MoE layers that the configuration asks for into a dense backbone.
+
+    Raises:
+        UserError: the backbone has no such layers, or its FFNs cannot be divided so.
+    """
     if config.model.moe == "unif":
         model = upcycle(
             model, layers=config.model.layers, num_experts=config.model.num_experts,
@@ -99,9 +111,6 @@ def build_model(config: TrainConfig, task: TaskData, ranks: Ranks | None = None)
         for layer in moe_layers(model).values():
             if config.optim.auxiliary_weight is not None:
                 layer.auxiliary_weight = config.optim.auxiliary_weight
-    model = ALGORITHMS[config.algorithm.name].adapt(model, config.algorithm)
-    if config.parallel.gradient_checkpointing:
-        checkpoint_activations(model)
     return model
 
 

@@ -224,6 +224,8 @@ def latest(run: Path, name: str = "latest") -> Path:
     target = (checkpoints / name).read_text().strip() if name in pointers else name
     number = target.removeprefix("step-")
     folder = checkpoints / (f"step-{int(number):06d}" if number.isdecimal() else target)
+    if name in pointers and not number.isdecimal():  # it could lead anywhere
+        raise UserError(f"{checkpoints / name} holds {target!r}, which names no checkpoint; write step-N into it.")
     if name not in pointers and not (number.isdecimal() and folder.is_dir()):
         kept = [path.name for path in complete(checkpoints)]
         anew = "delete it and start the run anew" if (run / "config.yaml").is_file() else "start the run"
@@ -251,7 +253,7 @@ def verify(folder: Path) -> None:
     try:
         files = json.loads((folder / "manifest.json").read_text())
         json.loads((folder / "progress.json").read_text())
-        entries = [(name, entry["bytes"], entry["sha256"]) for name, entry in files.items()]
+        entries = [(Path(name).name, entry["bytes"], entry["sha256"]) for name, entry in files.items()]
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
             f"checkpoint {folder} has no readable manifest or progress file; {damaged}"
@@ -276,7 +278,10 @@ class _Tensors:
         for path in sorted(folder.glob("*.safetensors")):
             if path.name.startswith("random-") or path.stem.endswith("-optimizer") != optimizer:
                 continue
-            handle = safe_open(path, "pt")
+            try:
+                handle = safe_open(path, "pt")
+            except SafetensorError as error:
+                raise UserError(f"checkpoint file {path} cannot be read ({error}); it is damaged.") from error
             self.files.update(dict.fromkeys(handle.keys(), handle))
 
     def read(self, name: str) -> Tensor:
@@ -305,14 +310,11 @@ def load_weights(folder: Path, model: nn.Module, start: str = "") -> None:
     `start` begins the names that the checkpoint gives to the model's tensors.
 
     Raises:
-        UserError: a tensor is missing or has another shape.
+        UserError: a file is damaged; a tensor is missing or has another shape.
     """
-    try:
-        tensors, places = _Tensors(folder, optimizer=False), expert_names(model)
-        own = model.state_dict()
-        state = {name: tensors.read_for(places, name, start) for name in own}
-    except SafetensorError as error:
-        raise UserError(f"checkpoint {folder} cannot be read ({error}); it is damaged.") from error
+    tensors, places = _Tensors(folder, optimizer=False), expert_names(model)
+    own = model.state_dict()
+    state = {name: tensors.read_for(places, name, start) for name in own}
     for name, tensor in state.items():
         if tensor.shape != own[name].shape:
             raise UserError(
@@ -342,18 +344,25 @@ def load(
     optimizer_state.restore(engine, states, progress["optimizer_scalars"])
     # One rate for all groups: their number differs between layouts, as sharded experts form groups of their own.
     rate, groups = progress["lr"], engine.optimizer.param_groups
-    schedule.load_state_dict(
-        {**schedule.state_dict(), **progress["schedule"], "_last_lr": [rate for _ in groups]}
-    )
+    known = schedule.state_dict()  # a name that it does not have would become an attribute of the schedule
+    saved = {key: value for key, value in progress["schedule"].items() if key in known}
+    schedule.load_state_dict({**known, **saved, "_last_lr": [rate for _ in groups]})
     for group in groups:
         group["lr"] = rate
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     if scaler is not None:  # without ZeRO there is none, whatever wrote the checkpoint
         for key, value in progress["loss_scaler"].items():
-            setattr(scaler, key, value)
+            if key in vars(scaler):
+                setattr(scaler, key, value)
     own_random = folder / f"random-{ranks.rank:05d}.safetensors"
     if own_random.is_file() and progress["world_size"] == ranks.world_size:
-        _restore_random_state(load_file(own_random))
+        try:
+            _restore_random_state(load_file(own_random))
+        except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise UserError(
+                f"{own_random} holds no state of random generators ({error}); the checkpoint is damaged: start anew, "
+                f"or write another one's name into {folder.parent / 'latest'}."
+            ) from error
     return progress
 
 
@@ -375,9 +384,11 @@ def _random_state() -> dict[str, Tensor]:
 
 def _restore_random_state(state: dict[str, Tensor]) -> None:
     gauss = state["python_gauss"].tolist()
-    random.setstate((3, tuple(state["python"].tolist()), gauss[0] if gauss else None))
     position, has_gauss, cached = state["numpy_rest"].tolist()
     keys = state["numpy"].numpy().astype(np.uint32)
+    if not 0 <= position <= len(keys):
+        raise ValueError(f"position {position:g} of {len(keys)}")  # NumPy would read there, outside its memory
+    random.setstate((3, tuple(state["python"].tolist()), gauss[0] if gauss else None))
     np.random.set_state(("MT19937", keys, int(position), int(has_gauss), cached))
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
-from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
+from unifmoe_dist import shipped
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.engine import failure
 from unifmoe_dist.errors import UserError
@@ -16,6 +17,8 @@ from unifmoe_dist.errors import UserError
 
 def train_parser(prog: str | None = None) -> ArgumentParser:
     """Parser of every TrainConfig field, a YAML file through --config, and --print-config."""
+    # Otherwise a value such as `model: some.module.Class` would be imported, which runs that module.
+    set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=[TrainConfig.__module__])
     parser = ArgumentParser(
         prog=prog,
         description="Train UniF-MoE (or its dense twin) on DeepSpeed. Without options: the main job, handwritten "
@@ -43,7 +46,7 @@ def parse_train_config(arguments: Sequence[str], prog: str | None = None) -> Tra
         saved = Path(parsed.output or "") / "config.yaml"
         if parsed.resume and saved.is_file():
             parsed = parser.parse_args(["--config", str(saved), *words])
-    except (ArgumentError, UnicodeDecodeError) as error:  # the latter: a file that is no text
+    except (ArgumentError, ImportError, UnicodeDecodeError) as error:  # a value names a module; a file is no text
         raise UserError(_one_sentence(str(error))) from error
     return as_config(parser, parsed)
 
@@ -57,7 +60,7 @@ def load_train_config(path: str) -> TrainConfig:
     parser = train_parser()
     try:
         return as_config(parser, parser.parse_path(path))
-    except (ArgumentError, TypeError, OSError, UnicodeDecodeError) as error:
+    except (ArgumentError, ImportError, TypeError, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not the configuration of a run: {_one_sentence(str(error))}") from error
 
 
@@ -84,16 +87,23 @@ def dump_train_config(config: TrainConfig) -> str:
 
 
 def _tidy(arguments: Sequence[str]) -> list[str]:
-    """Drop the --local_rank that launchers add, and let --resume stand alone."""
+    """Drop the --local_rank that launchers add, let --resume stand alone, and find configurations that are shipped."""
     words = [word for word in arguments if not word.startswith(("--local_rank", "--local-rank"))]
     alone = [
         word == "--resume" and (i + 1 == len(words) or words[i + 1].startswith("-"))
         for i, word in enumerate(words)
     ]
-    return [word + "=true" if bare else word for word, bare in zip(words, alone, strict=True)]
+    words = [word + "=true" if bare else word for word, bare in zip(words, alone, strict=True)]
+    for i, word in enumerate(words):
+        if word.startswith("--config="):
+            words[i] = "--config=" + shipped.config(word.removeprefix("--config="))
+        elif i and words[i - 1] == "--config":
+            words[i] = shipped.config(word)
+    return words
 
 
 def _one_sentence(message: str) -> str:
+    message = message.partition(", denied by")[0]  # what follows tells programmers how to allow it
     words = " ".join(line.strip() for line in message.splitlines() if line.strip())
     return words if words.endswith(".") else words + "; see --help for every option."
 

@@ -122,7 +122,7 @@ def load_exported(folder: str | Path) -> nn.Module:
         model = _skeleton({**config, "library": "timm", "moe": config.get("unif_moe")})
         model.load_state_dict(load_file(Path(folder) / WEIGHTS))
     else:
-        model = _transformers_class(config).from_pretrained(folder)
+        model = _transformers_class(config).from_pretrained(folder, trust_remote_code=False)
     return model.eval()
 
 
@@ -189,6 +189,8 @@ def _skeleton(shape: dict[str, Any]) -> nn.Module:
 
         import unifmoe_dist.data.timm_models  # noqa: F401  registers digits_vit
 
+        if not timm.is_model(shape["architecture"]):  # timm takes other names for places to fetch a model from
+            raise UserError(f"the architecture {shape['architecture']!r} is not in timm's registry.")
         if options := shape.get("model_args"):
             size, dropout = options["img_size"], options["proj_drop_rate"]
             model = build_backbone(shape["architecture"], shape["num_classes"], size, "none", dropout=dropout)
@@ -211,7 +213,7 @@ def _transformers_class(config: dict[str, Any]) -> Any:
     import transformers
 
     kind = getattr(transformers, (config.get("architectures") or [""])[0], None)
-    if kind is None:
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise UserError(f"config.json names the architectures {config.get('architectures')}, none of Transformers'.")
     return kind
 

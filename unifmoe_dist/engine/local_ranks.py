@@ -115,6 +115,7 @@ def _collect(pipes: list[Connection], outputs: list[Path], timeout: float) -> li
                 raise UserError(value)
             if kind == "error":
                 raise RuntimeError(f"rank {rank} failed:\n{value}")
+            # Results are any Python objects, and come from this process's own children through a private pipe.
             results[rank] = torch.load(io.BytesIO(value), weights_only=False)
     return [results[rank] for rank in range(len(pipes))]
 

@@ -27,6 +27,7 @@ from unifmoe_dist.engine.epochs import check_epochs, in_steps, steps_per_epoch
 from unifmoe_dist.engine.evaluate import Score, collect_usage, evaluate, to_device
 from unifmoe_dist.engine.health import StepCheck, Verdict, locate, skip_update, unnoticed
 from unifmoe_dist.engine.preemption import StopSignals
+from unifmoe_dist.engine.preflight import check_layers
 from unifmoe_dist.engine.ranks import Ranks, seed_everything
 from unifmoe_dist.engine.selection import Selection
 from unifmoe_dist.errors import UserError
@@ -165,6 +166,7 @@ class Trainer:
         self.ranks, self.folder = ranks, folder
         if config.parallel.precision == "fp16" and ranks.device.type == "cpu":
             raise UserError("parallel.precision fp16 needs a GPU; on the CPU use fp32 or bf16.")
+        check_layers(config)
         seed_everything(config.seed)
         self.task: TaskData = build.build_task(config)
         self.epoch_steps = steps_per_epoch(config, self.task)

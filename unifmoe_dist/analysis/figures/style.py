@@ -27,6 +27,11 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
+def plain(name: str) -> str:
+    """A name from outside, such as a run's folder, as matplotlib's text: no formula in it, and never left out."""
+    return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
+
+
 def label(axis: Axes, xlabel: str, ylabel: str, title: str) -> None:
     """Labels, title, a light grid and no box."""
     axis.set(xlabel=xlabel, ylabel=ylabel)

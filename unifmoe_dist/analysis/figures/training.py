@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from unifmoe_dist.analysis.figures.style import EXPERT_COLOUR, SHARED_COLOUR, label, new_figure
+from unifmoe_dist.analysis.figures.style import EXPERT_COLOUR, SHARED_COLOUR, label, new_figure, plain
 
 Records = Sequence[Mapping[str, Any]]
 """Lines of a metrics.jsonl."""
@@ -31,7 +31,7 @@ def curves_figure(runs: Mapping[str, Records]) -> Figure:
     for number, (name, records) in enumerate(runs.items()):
         train, validation = of_kind(records, "train"), of_kind(records, "validation")
         colour, second = _COLOURS[2 * number % 4], _COLOURS[(2 * number + 1) % 4]
-        where = f"{name}: " if name else ""
+        where = f"{plain(name)}: " if name else ""
         steps = [r["step"] for r in train]
         left.plot(steps, [r["task_loss"] for r in train], color=colour, label=f"{where}task loss")
         if any(r["div_loss"] for r in train):
@@ -78,7 +78,7 @@ def compute_figure(runs: Mapping[str, Records]) -> Figure | None:
             for colour, layer in zip(_COLOURS * len(train[-1]["layers"]), train[-1]["layers"], strict=False):
                 shown = [r for r in train if layer in r["layers"]]
                 axis.plot([r["step"] for r in shown], [r["layers"][layer][key] for r in shown], style, color=colour,
-                          label=f"{name}: {layer}" if name else layer)  # fmt: skip
+                          label=f"{plain(name)}: {layer}" if name else layer)  # fmt: skip
         label(axis, "step", f"mean {text}", title)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes[0].legend(frameon=False, fontsize=8)

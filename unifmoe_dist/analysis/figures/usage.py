@@ -9,7 +9,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from unifmoe_dist.analysis.diagnostics.pairs import expert_pairs
-from unifmoe_dist.analysis.figures.style import EXPERT_COLOUR, SHARED_COLOUR, heatmap, label, new_figure
+from unifmoe_dist.analysis.figures.style import (
+    EXPERT_COLOUR,
+    SHARED_COLOUR,
+    heatmap,
+    label,
+    new_figure,
+    plain,
+)
 from unifmoe_dist.analysis.usage_study import Distribution, LayerUsage
 
 QUANTITIES = (
@@ -71,7 +78,8 @@ def coactivation_graph(runs: Mapping[str, LayerUsage]) -> Figure:
     largest = max(_pairs(layer).max() for layer in runs.values())
     for axis, (name, layer) in zip(axes, runs.items(), strict=True):
         _graph(axis, layer, max(float(largest), 1e-9))
-        axis.set_title(f"{name}\nmean pair co-activation {100 * layer.mean_pair_coactivation:.1f} %", fontsize=10)
+        mean = f"mean pair co-activation {100 * layer.mean_pair_coactivation:.1f} %"
+        axis.set_title(f"{plain(name)}\n{mean}", fontsize=10)
     figure.supxlabel("node area: tokens that use the expert; edge: tokens that use both", fontsize=8, color="0.4")
     return figure
 

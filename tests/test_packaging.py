@@ -1,0 +1,129 @@
+"""The wheel holds all that it needs to work without a checkout, and says what it is."""
+
+from __future__ import annotations
+
+import email
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import licences
+import pytest
+
+from unifmoe_dist import __version__, console, shipped
+
+ROOT = Path(__file__).parent.parent
+BUILD = """
+import setuptools.build_meta as backend, sys
+folder = sys.argv[1]
+backend.build_sdist(folder)
+backend.build_wheel(folder)
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """A folder with the source archive and the wheel, built in a copy: building leaves files behind."""
+    folder = tmp_path_factory.mktemp("built")
+    source, left_out = folder / "source", shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in ("unifmoe_dist", "launch", "configs", "docs", "examples", "tests", "docker"):
+        shutil.copytree(ROOT / name, source / name, ignore=left_out)
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, source)
+    subprocess.run([sys.executable, "-c", BUILD, str(folder)], cwd=source, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(built) -> Path:
+    """Where pip put the wheel, beside the libraries of this environment."""
+    target = built / "site"
+    (wheel,) = built.glob("*.whl")
+    words = ["install", "--quiet", "--no-deps", "--no-index", "--target", str(target), str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", *words], check=True)
+    return target
+
+
+SEVERAL = """
+import sys, unifmoe_dist
+from unifmoe_dist import console, shipped
+print(unifmoe_dist.__file__, shipped.folder("configs"))
+for words in sys.argv[1:]:
+    sys.argv = ["unifmoe", *words.split()]
+    try:
+        console.main()
+    except SystemExit as left:
+        assert not left.code, words
+"""
+
+
+def run(installed: Path, folder: Path, *words: str) -> str:
+    """What a program prints that sees the installed package, in a folder that is no checkout."""
+    environment = {**os.environ, "PYTHONPATH": str(installed), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_file_of_the_package_is_in_the_wheel(built):
+    (wheel,) = built.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    wanted = {str(path.relative_to(ROOT)) for path in (ROOT / "unifmoe_dist").rglob("*") if path.is_file()}
+    for folder in ("launch", "configs"):
+        found = [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".yaml")]
+        wanted |= {f"unifmoe_dist/{path.relative_to(ROOT)}" for path in found}
+    wanted = {name for name in wanted if "__pycache__" not in name}
+    assert {"unifmoe_dist/py.typed", "unifmoe_dist/configs/glue/rte.yaml", "unifmoe_dist/launch/train.py"} <= wanted
+    assert {name for name in names if ".dist-info/" not in name} == wanted
+
+
+def test_what_the_wheel_says(built):
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        place = f"unifmoe_dist-{__version__}.dist-info"
+        text = email.message_from_bytes(archive.read(f"{place}/METADATA"))
+        assert archive.read(f"{place}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+        assert "unifmoe = unifmoe_dist.console:main" in archive.read(f"{place}/entry_points.txt").decode()
+    assert (text["Name"], text["Version"], text["License-Expression"]) == ("unifmoe-dist", __version__, "Apache-2.0")
+    assert text["Requires-Python"] == ">=3.11" and "Typing :: Typed" in text.get_all("Classifier")
+    assert set(text.get_all("Provides-Extra")) == set(licences.requirements()) - {""}
+
+
+def test_the_source_archive_is_whole(built):
+    (archive,) = built.glob("*.tar.gz")
+    with tarfile.open(archive) as source:
+        names = {name.partition("/")[2] for name in source.getnames()}
+    assert names >= {
+        "setup.py", "LICENSE", "SECURITY.md", "Makefile", "constraints.txt", "docs/licences.md", "configs/digits.yaml",
+        "tests/test_packaging.py", "examples/timm_loop.py", "docker/Dockerfile",
+    }  # fmt: skip
+
+
+def test_commands_of_the_wheel(installed, tmp_path):
+    shown = run(installed, tmp_path, str(installed / "bin/unifmoe"), "--help")
+    assert all(name in shown for name in console.COMMANDS)
+    commands = (
+        "train --help", "train --config configs/glue/rte.yaml --print-config",
+        "sweep --table digits --seeds 0 --dry-run",
+    )  # fmt: skip
+    shown = run(installed, tmp_path, "-c", SEVERAL, *commands)
+    assert shown.startswith(f"{installed}/unifmoe_dist/__init__.py {installed}/unifmoe_dist/configs\n")
+    for words in ("--model.num_experts", "task: rte", "150 runs: 150 to do"):
+        assert words in shown
+    assert not list(tmp_path.iterdir())
+
+
+def test_configurations_are_found_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert shipped.config("configs/digits.yaml") == str(ROOT / "configs/digits.yaml")
+    for other in ("digits.yaml", "configs/absent.yaml", str(tmp_path / "configs/digits.yaml")):
+        assert shipped.config(other) == other
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/digits.yaml").write_text("steps: 3\n")
+    assert shipped.config("configs/digits.yaml") == "configs/digits.yaml"  # one's own comes first

@@ -1,0 +1,88 @@
+"""Tokens on disk: a large set is tokenised once on a machine, not by every rank at every start.
+
+One safetensors file per set in ~/.cache/unifmoe_dist/tokens (`XDG_CACHE_HOME`), named after everything that decides
+what is in it. The rank that comes first writes it under a lock, and the others wait and read. Without a place to write
+every rank tokenises for itself.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+FEWEST = 50_000
+"""Texts from which a file is worth it; fewer take a second or two."""
+
+Tokens = dict[str, np.ndarray]
+"""`ids` (T,) int32 and `types` (T,) uint8 of all texts in a row, and `lengths` (N,) int32 of each."""
+
+
+def folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unifmoe_dist" / "tokens"
+
+
+def fingerprint(tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, longest: int) -> str | None:
+    """A name for the tokens of some texts; None for tokenizers that do not tell what they do."""
+    if (core := getattr(tokenizer, "backend_tokenizer", None)) is None:
+        return None
+    rules = json.loads(core.to_str())
+    for setting in ("truncation", "padding"):  # of the last call, not of the next
+        rules.pop(setting, None)
+    state = hashlib.sha256(json.dumps([rules, longest, tokenizers.__version__]).encode())
+    for column in (texts, pairs or ()):
+        state.update(f"{len(column)}\n".encode())
+        for text in column:
+            content = text.encode(errors="surrogatepass")
+            state.update(f"{len(content)}\n".encode() + content)
+    return state.hexdigest()
+
+
+def remembered(name: str | None, texts: int, make: Callable[[], Tokens]) -> Tokens:
+    """The tokens of that name from disk, or made and kept there.
+
+    Args:
+        name: From `fingerprint`; None keeps nothing.
+        texts: Number of texts N.
+        make: Tokenises.
+    """
+    if name is None or texts < FEWEST:
+        return make()
+    path = folder() / f"{name}.safetensors"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_suffix(".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (found := _read(path, texts)) is not None:
+                return found
+            made = make()
+            temporary = path.with_suffix(f".{os.getpid()}.tmp")
+            try:
+                save_file(made, temporary)
+                os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
+            return made
+    except (OSError, SafetensorError):  # no place, a full disk, no locks on this file system
+        return make()
+
+
+def _read(path: Path, texts: int) -> Tokens | None:
+    """A file's tokens, or None if there is none or it is damaged."""
+    with suppress(OSError, SafetensorError, KeyError, ValueError):
+        found = load_file(path)
+        kinds = [(found[name].dtype.name, found[name].ndim) for name in ("ids", "types", "lengths")]
+        whole = found["lengths"].sum() == len(found["ids"]) == len(found["types"]) and len(found["lengths"]) == texts
+        if whole and kinds == [("int32", 1), ("uint8", 1), ("int32", 1)]:
+            return found
+    return None

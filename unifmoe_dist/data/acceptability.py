@@ -105,9 +105,9 @@ def untrained_encoder(model_path: str | Path | None = None) -> nn.Module:
     if model_path is not None:
         config = AutoConfig.from_pretrained(str(encoder_path(model_path)), num_labels=2)
         return BertForSequenceClassification(config)
-    return BertForSequenceClassification(BertConfig(
-        hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536, num_labels=2,
-    ))  # fmt: skip
+    return BertForSequenceClassification(
+        BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
+    )  # two labels are its default
 
 
 @lru_cache(maxsize=4)

@@ -106,7 +106,7 @@ class Encoder:
         Raises:
             UserError: the backbone is no folder and none of the known ones, and the hub cannot be reached.
         """
-        given = {"num_labels": num_classes, "hidden_dropout_prob": dropout}
+        given: dict[str, Any] = {"num_labels": num_classes, "hidden_dropout_prob": dropout}
         name = self.backbone if self.random else self.source
         name = name.removeprefix("google-bert/")
         if name in _BERT_SIZES and not Path(name).is_dir():
@@ -121,7 +121,7 @@ class Encoder:
             return Encoder(self.source, "none").classifier(num_classes, dropout)
         except UserError as error:
             known = ", ".join(_BERT_SIZES)
-            raise UserError(f"{error} Without a network the sizes of {known} and of local folders are known.") from error
+            raise UserError(f"{error} Sizes that are known without a network: {known}, and local folders.") from error
 
     def _is_tiny(self) -> bool:
         if self.source != TINY:

@@ -123,6 +123,7 @@ class EngineMemory:
         self._bucket: list[nn.Parameter] = []
         self._open = False  # a bucket exists
         self._partition_bytes = 0  # of grads_in_partition in use
+        self._carried = 0  # the same, of the micro-batches before
         self._owners = {p: (g, touched, parts) for g in groups for p, touched, parts in g.owners()}
         for parameter in self._owners:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
@@ -183,12 +184,12 @@ class EngineMemory:
             self.device.add("buffers", -self.item * self.bucket_size)
         if self.stage == 2 and not boundary:
             self._carried, self._partition_bytes = max(before, self._partition_bytes), 0
-        elif self.stage == 2 and getattr(self, "_carried", 0):  # the new ones have been added to those carried along
+        elif self.stage == 2:  # the new ones have been added to those carried along
             self.device.add("gradients", -self._carried)
             self._carried = 0
 
     def _into_bucket(self, parameter: nn.Parameter) -> None:
-        """reduce_independent_p_g_buckets_and_remove_grads: the gradient moves into the bucket, and its own storage goes."""
+        """reduce_independent_p_g_buckets_and_remove_grads: the gradient moves in, and its own storage goes."""
         if sum(p.numel() for p in self._bucket) + parameter.numel() > self.bucket_size:
             self._flush()
         self._bucket.append(parameter)

@@ -1,9 +1,9 @@
 """The memory of a training step, rank by rank and kind by kind, without taking it.
 
-The step itself is run, forward and backward, on fake tensors: the real model, at the real batch size, in the real number
-format, with gradient checkpointing where it is on; every storage counts from its first tensor to its last. Two parts are
-stood for: layers of experts (`experts.py`) and the engine (`engine.py`). So the peak is the peak of a timeline, and its
-parts are what was held at that moment.
+The step itself is run, forward and backward, on fake tensors: the real model, at the real batch size, in the real
+number format, with gradient checkpointing where it is on; every storage counts from its first tensor to its last. Two
+parts are stood for: layers of experts (`experts.py`) and the engine (`engine.py`). So the peak is the peak of a
+timeline, and its parts are what was held at that moment.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -25,7 +26,7 @@ from unifmoe_dist.analysis.memory.models import (
     stand_in_for_experts,
     task_of_sizes,
 )
-from unifmoe_dist.analysis.memory.operators import GPUOperators
+from unifmoe_dist.analysis.memory.operators import gpu_operators
 from unifmoe_dist.baselines.algorithms import Algorithm
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.base import Batch
@@ -40,6 +41,7 @@ class Estimate:
         config: What was estimated.
         ranks: World size.
         device: Bytes on the rank's device at its peak, by kind (`ledger.KINDS`).
+        most: Bytes of every kind when there are most of it, which need not be at the peak.
         host: Bytes in CPU memory at its peak, by kind; nothing without offloading.
         parameters: Trained parameters that a rank holds.
         items: Items of one micro-batch on a rank.
@@ -48,6 +50,7 @@ class Estimate:
     config: TrainConfig
     ranks: int
     device: Counter[str]
+    most: Counter[str]
     host: Counter[str]
     parameters: int
     items: int
@@ -64,7 +67,7 @@ def estimate(config: TrainConfig, ranks: int = 1, gpu: bool = True, load: Load |
     Args:
         config: Configuration; needs neither data set, weights nor a network.
         ranks: World size.
-        gpu: Whether the ranks are GPUs, with Triton kernels, or CPU processes, whose offloaded states share their memory.
+        gpu: Whether the ranks are GPUs with Triton kernels, or CPU processes, which keep offloaded states beside the rest.
         load: What routing is taken to decide; None takes what routers start with (`Load.at_start`). On GPUs it matters
             between ranks only: the buffers of the kernels there do not depend on it.
 
@@ -102,12 +105,12 @@ def estimate(config: TrainConfig, ranks: int = 1, gpu: bool = True, load: Load |
             live.ignore(tensor)
         micro_batches = min(2, parallel.gradient_accumulation)  # further ones repeat the second
         for number in range(micro_batches):
-            with GPUOperators() if gpu else nullcontext(), live:
-                _forward_and_backward(algorithm, task.collate(range(items)))
+            with gpu_operators() if gpu else nullcontext(), live:
+                _forward_and_backward(algorithm, task.collate([*range(items)]))
             engine.reduce(boundary=number == micro_batches - 1)
         engine.update()
     parameters = sum(group.size for group in groups)
-    return Estimate(config, ranks, device.peak, elsewhere.peak, parameters, items)
+    return Estimate(config, ranks, device.peak, device.most, elsewhere.peak, parameters, items)
 
 
 def _forward_and_backward(algorithm: Algorithm, batch: Batch) -> None:
@@ -119,8 +122,8 @@ def _forward_and_backward(algorithm: Algorithm, batch: Batch) -> None:
 
 
 def variants(config: TrainConfig) -> Iterator[TrainConfig]:
-    """The configuration under every ZeRO stage, with and without offloading and gradient checkpointing, that can work."""
-    stages = (0, 1, 2) if config.parallel.precision == "fp32" else (1, 2)
+    """The configuration under every ZeRO stage that it can have, with and without offloading and checkpointing."""
+    stages: tuple[Any, ...] = (0, 1, 2) if config.parallel.precision == "fp32" else (1, 2)
     for checkpointing in (False, True):
         for stage in stages:
             for offload in (False, True) if stage else (False,):

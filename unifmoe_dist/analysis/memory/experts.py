@@ -57,13 +57,15 @@ class ExpertsStandIn(nn.Module):
     Args:
         layer: The layer, with the experts that this rank holds.
         load: What routing is taken to decide.
-        gpu: Whether the kernels of a GPU run (Triton), or those of the CPU.
+        gpu: Whether the kernels of a GPU run (Triton, for widths that it takes), or those of the CPU.
         ranks: Ranks that share one set of experts.
     """
 
     def __init__(self, layer: ExpertLayer, load: Load, gpu: bool, ranks: int) -> None:
         super().__init__()
-        self.layer, self.load, self.gpu, self.ranks = layer, load, gpu, ranks
+        keys, num_blocks = layer.experts.keys, layer.experts.num_blocks
+        fused = keys.shape[2] % 16 == 0 and (keys.shape[1] // num_blocks) % 16 == 0  # triton_ffn.unsupported
+        self.layer, self.load, self.gpu, self.ranks = layer, load, gpu and fused, ranks
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
@@ -122,7 +124,7 @@ class ExpertsStandIn(nn.Module):
         )  # fmt: skip
 
 
-# -- the CPU's kernels --------------------------------------------------------------------------------------------------
+# -- the CPU's kernels ------------------------------------------------------------------------------------------------
 
 
 class _Grouped(torch.autograd.Function):
@@ -162,11 +164,16 @@ class _Grouped(torch.autograd.Function):
         weights = [None if t is None else torch.empty_like(t) for t in (keys, values, key_bias, value_bias)]
         for count in ctx.chunks:
             rows = [x.new_empty((count, x.shape[1])) for _ in range(2)]
-            # Activation, its gradient, and the gradients before and after the gate.
-            pre = [x.new_empty((count, ctx.width)) for _ in range(5 if channels else 6)]
+            # Gradients after and before the activation, the hidden channels, and those before where they were not kept.
+            channel = [x.new_empty((count, ctx.width)) for _ in range(3 if channels else 4)]
+            # The gates' gradient multiplies two of them in the wide type.
+            inner = [x.new_empty((count, ctx.width), dtype=wide) for _ in range(1 if wide == x.dtype else 3)]
+            del inner
+            share = x.new_empty((math.ceil(keys.numel() / len(ctx.chunks)),))  # a chunk's part of a weight's gradient
+            del share
             out = x.new_empty((count, x.shape[1]))
             added = out.to(wide)
-            del rows, pre, out, added
+            del rows, channel, out, added
         return (grad_x.to(x.dtype), grad_gates.to(gates.dtype), None, *weights, None, None, None)
 
 
@@ -176,7 +183,7 @@ def _chunk_sizes(rows: int, groups: int) -> list[int]:
     return [min(size, rows - first) for first in range(0, rows, size)]
 
 
-# -- a GPU's kernels ----------------------------------------------------------------------------------------------------
+# -- a GPU's kernels --------------------------------------------------------------------------------------------------
 
 
 class _FusedRoute(torch.autograd.Function):
@@ -225,9 +232,9 @@ class FusedSizes:
     @staticmethod
     def of(
         tokens: int, dim: int, width: int, num_blocks: int, experts: int, shared: bool, item: int, backward: bool,
-        largest: int = 64,
+        largest: int = 64,  # what consumer cards have shared memory for
     ) -> FusedSizes:  # fmt: skip
-        """Sizes for blocks of `width` channels; `item` bytes a number, `largest` rows a tile at most (consumer cards)."""
+        """Sizes for blocks of `width` channels, `item` bytes a number and tiles of at most `largest` rows."""
         widest = {2: 256, 4: 128}[item]
         parts = next(p for p in range(1, width + 1) if width % (16 * p) == 0 and width // p <= widest)
         blocks, width = num_blocks * parts, width // parts
@@ -293,7 +300,7 @@ def _sizes(x: Tensor, gates: Tensor, blocks: Tensor, shared: bool, width: int, b
     )
 
 
-# -- between ranks ------------------------------------------------------------------------------------------------------
+# -- between ranks ----------------------------------------------------------------------------------------------------
 
 
 class _Exchange:

@@ -22,16 +22,19 @@ class Ledger:
     Attributes:
         live: Bytes in use now, by kind.
         peak: Bytes by kind at the moment of the largest total.
+        most: The largest number of every kind, at whatever moment.
     """
 
     def __init__(self) -> None:
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
+        self.most: Counter[str] = Counter()
         self._total = self._highest = 0
 
     def add(self, kind: str, size: float) -> None:
         """Take `size` bytes into use; a negative number gives them back."""
         self.live[kind] += int(size)
+        self.most[kind] = max(self.most[kind], self.live[kind])
         self._total += int(size)
         if self._total > self._highest:
             self._highest, self.peak = self._total, self.live.copy()

@@ -1,8 +1,8 @@
 """The peak of real training steps, to hold estimates against.
 
-On a GPU the allocator keeps the highest number of bytes in use. On the CPU torch's profiler records every allocation and
-release of torch's allocator, temporaries inside operations included; their running sum is the same measure. Resident
-memory is not: it counts libraries, pages that were released but kept, and no page that was never written.
+On a GPU the allocator keeps the highest number of bytes in use. On the CPU torch's profiler records every allocation
+and release of torch's allocator, temporaries inside operations included; their running sum is the same measure.
+Resident memory is not: it counts libraries, pages that were released but kept, and no page that was never written.
 """
 
 from __future__ import annotations
@@ -55,13 +55,12 @@ def check(config: TrainConfig, ranks: int = 1, threads: int = 1) -> Check:
     """
     gpu = torch.cuda.is_available()
     measured = run_local_ranks(ranks, measure_peak, config, threads=threads)
-    loads = [load for _, load in measured if load is not None]
-    load = Load(*(sum(getattr(x, n) for x in loads) / len(loads) for n in ("shared_blocks", "experts"))) if loads else None
+    load = measured[0][1]  # a mean over all ranks already
     return Check(estimate(config, ranks, gpu, load).peak, max(peak for peak, _ in measured))
 
 
 def measure_peak(config: TrainConfig) -> tuple[int, Load | None]:
-    """On every rank of a job: its peak in bytes, and the mean routing load over layers and steps."""
+    """On every rank of a job: its peak in bytes, and the mean routing load over layers, steps and ranks."""
     with running_ranks(config.parallel.expert_parallel_size, config.parallel.expert_placement) as ranks:
         import deepspeed.runtime.zero.stage_1_and_2  # noqa: F401  # what it makes at import is no part of training
 
@@ -77,7 +76,9 @@ def measure_peak(config: TrainConfig) -> tuple[int, Load | None]:
                 ranks.barrier()  # rank 0 writes into its folder
             if not usage:
                 return None
-            return Load(*(sum(getattr(u, n) for u in usage) / len(usage) for n in ("shared_block_count", "expert_count")))
+            return Load(
+                sum(u.shared_block_count for u in usage) / len(usage), sum(u.expert_count for u in usage) / len(usage)
+            )
 
         if ranks.device.type == "cuda":
             load = train()

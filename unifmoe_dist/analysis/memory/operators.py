@@ -1,37 +1,43 @@
 """Operations that keep other tensors on a GPU than on the CPU, with sizes as on a GPU.
 
-Attention there runs in one fused kernel, which keeps q, k, v, the output and one float32 per query and head (FlashAttention,
-Dao et al. 2022, and the memory-efficient kernel); the CPU falls back to whole attention matrices where it drops attention
-weights. Dropout keeps one byte per element on a GPU, a float on the CPU.
+Attention there runs in one fused kernel, which keeps q, k, v, the output and one float32 per query and head
+(FlashAttention, Dao et al. 2022, and the memory-efficient kernel); the CPU falls back to whole attention matrices where
+attention weights are dropped. Dropout keeps one byte per element on a GPU, a number on the CPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 
-class GPUOperators(TorchFunctionMode):
-    """Attention and dropout with the memory of a GPU's kernels; results mean nothing."""
+@contextmanager
+def gpu_operators() -> Iterator[None]:
+    """Attention and dropout with the memory of a GPU's kernels; results mean nothing.
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            return _attention(*args, **kwargs)
-        if func is F.dropout:
-            return _dropout(*args, **kwargs)
-        return func(*args, **kwargs)
+    Replaces the two functions of torch.nn.functional: a TorchFunctionMode is suspended in the backward pass, where
+    checkpoints run their forward pass again.
+    """
+    before = F.scaled_dot_product_attention, F.dropout
+    F.scaled_dot_product_attention, F.dropout = _attention, _dropout
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention, F.dropout = before
 
 
-def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
+) -> Tensor:  # fmt: skip
     return _FusedAttention.apply(query, key, value, attn_mask)
 
 

@@ -64,11 +64,11 @@ def cases(folder: Path) -> Iterator[Case]:
         Case("DeiT-S, 6 images, experts over 2 ranks", f"{vision} --parallel.expert_parallel_size 2", 2),
     )  # fmt: skip
     for stage in (1, 2):
-        yield Case(f"BERT, 6 layers, ZeRO {stage}", f"{bert} --data.batch_size 8 --parallel.zero_stage {stage}")
+        yield Case(f"BERT, 6 layers, 32 sentences, ZeRO {stage}", f"{bert} --data.batch_size 32 --parallel.zero_stage {stage}")
     yield from (
-        Case("BERT, 6 layers, bf16, offloaded",
-             f"{bert} --data.batch_size 8 --parallel.precision bf16 --parallel.offload_optimizer true"),
-        Case("BERT, 6 layers, 16 experts over 2 ranks",
-             f"{bert} --data.batch_size 8 --model.num_experts 16 --parallel.expert_parallel_size 2", 2),
-        Case("BERT, 6 layers, checkpointing", f"{bert} --data.batch_size 8 --parallel.gradient_checkpointing true"),
+        Case("BERT, 6 layers, 32 sentences, bf16, offloaded",
+             f"{bert} --data.batch_size 32 --parallel.precision bf16 --parallel.offload_optimizer true"),
+        Case("BERT, 6 layers, 16 sentences, 16 experts over 2 ranks",
+             f"{bert} --data.batch_size 32 --model.num_experts 16 --parallel.expert_parallel_size 2", 2),
+        Case("BERT, 6 layers, 32 sentences, checkpointing", f"{bert} --data.batch_size 32 --parallel.gradient_checkpointing true"),
     )  # fmt: skip

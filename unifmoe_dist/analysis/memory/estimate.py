@@ -67,7 +67,7 @@ def estimate(config: TrainConfig, ranks: int = 1, gpu: bool = True, load: Load |
     Args:
         config: Configuration; needs neither data set, weights nor a network.
         ranks: World size.
-        gpu: Whether the ranks are GPUs with Triton kernels, or CPU processes, which keep offloaded states beside the rest.
+        gpu: Whether ranks are GPUs with Triton kernels, or CPU processes, which keep offloaded states beside the rest.
         load: What routing is taken to decide; None takes what routers start with (`Load.at_start`). On GPUs it matters
             between ranks only: the buffers of the kernels there do not depend on it.
 

@@ -194,7 +194,6 @@ class _FusedRoute(torch.autograd.Function):
         columns = weight.new_empty((len(weight) + num_blocks, x.shape[1]), dtype=torch.float32)
         coefficients = x.new_empty((len(x), len(weight)), dtype=torch.float32)
         affinity = x.new_empty((len(x), len(weight) - 1), dtype=torch.float32)
-        ctx.counts = x.new_empty((2, len(x)), dtype=torch.int64)
         blocks = x.new_empty((len(x), num_blocks), dtype=torch.bool)
         ctx.save_for_backward(x, columns, coefficients, affinity)
         ctx.weight_dtype = weight.dtype
@@ -271,7 +270,7 @@ class _Fused(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         sizes = _sizes(x, gates, blocks, shared, width, backward=False)
         spans = math.ceil(len(x) / 128)
-        earlier, totals = (x.new_empty((n, sizes.groups), dtype=torch.int32) for n in (spans, 1))
+        earlier, totals = (x.new_empty((n, gates.shape[1], blocks.shape[1]), dtype=torch.int32) for n in (spans, 1))
         ctx.save_for_backward(x, gates, blocks, earlier, totals, *weights)
         ctx.shared, ctx.width = shared, width
         plan = x.new_empty((sizes.plan,), dtype=torch.int32)

@@ -39,7 +39,7 @@ def cases(folder: Path) -> Iterator[Case]:
     from transformers import BertConfig
 
     BertConfig(**_BERT).save_pretrained(folder)
-    bert = f"{_LANGUAGE} --model.backbone {folder}"
+    bert = f"{_LANGUAGE} --model.backbone {folder} --data.batch_size 32"
     yield from (
         Case("digits ViT, ZeRO 1", _DIGITS),
         Case("digits ViT, ZeRO 0", f"{_DIGITS} --parallel.zero_stage 0"),
@@ -64,11 +64,11 @@ def cases(folder: Path) -> Iterator[Case]:
         Case("DeiT-S, 6 images, experts over 2 ranks", f"{vision} --parallel.expert_parallel_size 2", 2),
     )  # fmt: skip
     for stage in (1, 2):
-        yield Case(f"BERT, 6 layers, 32 sentences, ZeRO {stage}", f"{bert} --data.batch_size 32 --parallel.zero_stage {stage}")
+        yield Case(f"BERT, 6 layers, 32 sentences, ZeRO {stage}", f"{bert} --parallel.zero_stage {stage}")
     yield from (
         Case("BERT, 6 layers, 32 sentences, bf16, offloaded",
-             f"{bert} --data.batch_size 32 --parallel.precision bf16 --parallel.offload_optimizer true"),
+             f"{bert} --parallel.precision bf16 --parallel.offload_optimizer true"),
         Case("BERT, 6 layers, 16 sentences, 16 experts over 2 ranks",
-             f"{bert} --data.batch_size 32 --model.num_experts 16 --parallel.expert_parallel_size 2", 2),
-        Case("BERT, 6 layers, 32 sentences, checkpointing", f"{bert} --data.batch_size 32 --parallel.gradient_checkpointing true"),
+             f"{bert} --model.num_experts 16 --parallel.expert_parallel_size 2", 2),
+        Case("BERT, 6 layers, 32 sentences, checkpointing", f"{bert} --parallel.gradient_checkpointing true"),
     )  # fmt: skip

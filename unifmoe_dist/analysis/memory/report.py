@@ -46,7 +46,8 @@ def describe(estimate: Estimate, budget: Budget) -> str:
     model = "dense" if config.model.moe == "none" else config.model.moe
     lines = [
         f"{config.data.task}, {model}, {config.algorithm.name}: {estimate.parameters / 1e6:.1f} million trained "
-        f"parameters on each of {estimate.ranks} ranks (expert-parallel size {parallel.expert_parallel_size}), "
+        f"parameters on {'the' if estimate.ranks == 1 else f'each of {estimate.ranks}'} "
+        f"rank{'s' * (estimate.ranks > 1)} (expert-parallel size {parallel.expert_parallel_size}), "
         f"{parallel.precision}, {config.optim.name}, {estimate.items} items in a rank's micro-batch",
         f"ZeRO {parallel.zero_stage}, optimiser {'offloaded' if parallel.offload_optimizer else 'on the device'}, "
         f"gradient checkpointing {'on' if parallel.gradient_checkpointing else 'off'}",

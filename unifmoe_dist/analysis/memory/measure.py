@@ -34,11 +34,16 @@ class Check:
 
     Args:
         estimated: Bytes.
-        measured: Bytes, of the rank that took most.
+        ranks: Bytes that every rank took.
     """
 
     estimated: int
-    measured: int
+    ranks: tuple[int, ...]
+
+    @property
+    def measured(self) -> int:
+        """Bytes of the rank that took most."""
+        return max(self.ranks)
 
     @property
     def ratio(self) -> float:
@@ -56,7 +61,7 @@ def check(config: TrainConfig, ranks: int = 1, threads: int = 1) -> Check:
     gpu = torch.cuda.is_available()
     measured = run_local_ranks(ranks, measure_peak, config, threads=threads)
     load = measured[0][1]  # a mean over all ranks already
-    return Check(estimate(config, ranks, gpu, load).peak, max(peak for peak, _ in measured))
+    return Check(estimate(config, ranks, gpu, load).peak, tuple(peak for peak, _ in measured))
 
 
 def measure_peak(config: TrainConfig) -> tuple[int, Load | None]:

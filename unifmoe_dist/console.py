@@ -17,6 +17,7 @@ COMMANDS = {
     "report": "collect a sweep into tables and plots",
     "analyze": "diagnostics, figures and a report of a run",
     "benchmark": "time a layer or a model beside its peers",
+    "memory": "hold memory estimates against measured peaks",
     "scale": "scaling study on the number of experts, and predictions",
     "data": "prepare and verify data sets",
     "consolidate": "one weights file from a run",

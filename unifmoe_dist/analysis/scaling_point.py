@@ -216,7 +216,7 @@ class _Point:
         )  # fmt: skip
         self.model, self.layers = model, moe_layers(model)
         build.mark_experts(model, ranks)
-        settings = build.deepspeed_config(config, Path(), ranks.world_size, environments=1)
+        settings = build.deepspeed_config(config, Path(), ranks.world_size, 1, build.reduce_bucket(model))
         settings["tensorboard"] = {"enabled": False}
         self.parameters = _count_parameters(model)
         self.engine, *_ = deepspeed.initialize(

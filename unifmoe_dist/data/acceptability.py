@@ -108,6 +108,18 @@ def build_encoder(folder: str | Path) -> nn.Module:
         raise UserError(f"the weights in {folder} cannot be read ({reason}); give another folder.") from error
 
 
+def untrained_encoder(model_path: str | Path | None = None) -> nn.Module:
+    """What `build_encoder` gives, with random weights; the default encoder's sizes are known without its package."""
+    from transformers import AutoConfig, BertConfig, BertForSequenceClassification
+
+    if model_path is not None:
+        config = AutoConfig.from_pretrained(str(encoder_path(model_path)), num_labels=2)
+        return BertForSequenceClassification(config)
+    return BertForSequenceClassification(
+        BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
+    )  # two labels are its default
+
+
 @lru_cache(maxsize=4)
 def load_tokenizer(folder: str) -> Any:
     """The tokenizer of an encoder's folder."""

@@ -22,6 +22,14 @@ TINY = "tiny-bert"
 """Name of a BERT of 4 layers, 64 wide (FFN 256), whose tokens are characters. It exists only with random weights."""
 
 
+_BERT_SIZES = {  # width, layers, heads, FFN, vocabulary: config.json of the hub's models (Devlin et al., 2019)
+    "bert-base-cased": (768, 12, 12, 3072, 28996),
+    "bert-base-uncased": (768, 12, 12, 3072, 30522),
+    "bert-large-cased": (1024, 24, 16, 4096, 28996),
+    "bert-large-uncased": (1024, 24, 16, 4096, 30522),
+}
+
+
 @dataclass(frozen=True)
 class Encoder:
     """Where a sequence classifier and its tokenizer come from.
@@ -93,6 +101,29 @@ class Encoder:
                 "such tensors); give a folder whose weights and config belong together, or set model.pretrained none."
             )
         return model.float()
+
+    def untrained(self, num_classes: int, dropout: float) -> nn.Module:
+        """What `classifier` gives, with random weights: only sizes are read, and of BERT they are known offline.
+
+        Raises:
+            UserError: the backbone is no folder and none of the known ones, and the hub cannot be reached.
+        """
+        given: dict[str, Any] = {"num_labels": num_classes, "hidden_dropout_prob": dropout}
+        name = self.backbone if self.random else self.source
+        name = name.removeprefix("google-bert/")
+        if name in _BERT_SIZES and not Path(name).is_dir():
+            from transformers import BertConfig, BertForSequenceClassification
+
+            width, layers, heads, hidden, vocabulary = _BERT_SIZES[name]
+            return BertForSequenceClassification(BertConfig(
+                hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=hidden,
+                vocab_size=vocabulary, **given,
+            ))  # fmt: skip
+        try:
+            return Encoder(self.source, "none").classifier(num_classes, dropout)
+        except UserError as error:
+            known = ", ".join(_BERT_SIZES)
+            raise UserError(f"{error} Sizes that are known without a network: {known}, and local folders.") from error
 
     def _is_tiny(self) -> bool:
         if self.source != TINY:

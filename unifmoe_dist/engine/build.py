@@ -161,8 +161,10 @@ def mark_experts(model: nn.Module, ranks: Ranks) -> None:
             parameter.group_name = ranks.expert_group_name  # type: ignore[attr-defined]
 
 
-def build_optimizer(config: TrainConfig, model: nn.Module, ranks: Ranks) -> torch.optim.Optimizer:
-    """The optimiser; routers, biases and norms are not decayed, sharded experts form groups of their own."""
+def parameter_groups(
+    model: nn.Module, weight_decay: float, expert_group_name: str | None = None
+) -> list[dict[str, Any]]:
+    """An optimiser's groups: routers, biases and norms are not decayed, sharded experts form groups of their own."""
     kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -170,13 +172,16 @@ def build_optimizer(config: TrainConfig, model: nn.Module, ranks: Ranks) -> torc
             kinds.setdefault((not plain, not getattr(parameter, "allreduce", True)), []).append(parameter)
     groups = []
     for (decayed, sharded), parameters in kinds.items():
-        group: dict[str, Any] = {
-            "params": parameters,
-            "weight_decay": config.optim.weight_decay if decayed else 0.0,
-        }
+        group: dict[str, Any] = {"params": parameters, "weight_decay": weight_decay if decayed else 0.0}
         if sharded:
-            group.update(moe=True, name=ranks.expert_group_name)
+            group.update(moe=True, name=expert_group_name)
         groups.append(group)
+    return groups
+
+
+def build_optimizer(config: TrainConfig, model: nn.Module, ranks: Ranks) -> torch.optim.Optimizer:
+    """The optimiser over `parameter_groups`."""
+    groups = parameter_groups(model, config.optim.weight_decay, ranks.expert_group_name)
     optim = config.optim
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)
@@ -201,8 +206,31 @@ def build_schedule(
     )
 
 
-def deepspeed_config(config: TrainConfig, folder: Path, world_size: int, environments: int) -> dict[str, Any]:
-    """DeepSpeed's configuration. `environments` multiplies the batch, which is given per environment."""
+REDUCE_BUCKET = 500_000_000
+"""DeepSpeed's own `reduce_bucket_size`, in elements."""
+
+
+def reduce_bucket(model: nn.Module) -> int:
+    """Elements of ZeRO's gradient bucket: no more than there are gradients.
+
+    It is allocated whole in every backward pass, and DeepSpeed's default takes 2 GB in float32 for a model of any size.
+    """
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return max(1, min(REDUCE_BUCKET, trained))
+
+
+def deepspeed_config(
+    config: TrainConfig, folder: Path, world_size: int, environments: int, bucket: int = REDUCE_BUCKET
+) -> dict[str, Any]:
+    """DeepSpeed's configuration.
+
+    Args:
+        config: The run's configuration.
+        folder: The run's folder.
+        world_size: Number of ranks.
+        environments: Multiplies the batch, which is given per environment.
+        bucket: `reduce_bucket` of what is trained.
+    """
     accumulation = config.parallel.gradient_accumulation
     batch = config.data.batch_size * environments
     result: dict[str, Any] = {
@@ -212,6 +240,7 @@ def deepspeed_config(config: TrainConfig, folder: Path, world_size: int, environ
         "gradient_clipping": config.optim.grad_clip,
         "zero_optimization": {
             "stage": config.parallel.zero_stage,
+            "reduce_bucket_size": bucket,
             "offload_optimizer": {"device": "cpu" if config.parallel.offload_optimizer else "none"},
         },
         "zero_allow_untested_optimizer": True,

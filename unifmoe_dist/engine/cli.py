@@ -23,6 +23,8 @@ def train_parser(prog: str | None = None) -> ArgumentParser:
         prog=prog,
         description="Train UniF-MoE (or its dense twin) on DeepSpeed. Without options: the main job, handwritten "
         "digits with one rotation held out.",
+        epilog="launch/train.py --estimate [--num-gpus-per-node N] [--num-nodes N] [--gpu-memory-gb 24] trains nothing "
+        "and shows the memory that a run needs; needs no GPU and no data.",
         exit_on_error=False,
         allow_abbrev=False,  # a typing mistake must not pass for another option
         print_config="--print-config",

@@ -155,12 +155,13 @@ class Trainer:
         config: A validated configuration.
         ranks: This process's place in the job.
         folder: The run's folder, the same on every rank.
+        task: The data; None takes what the configuration names.
 
     Raises:
         UserError: the model, the layers or the data do not fit together.
     """
 
-    def __init__(self, config: TrainConfig, ranks: Ranks, folder: Path) -> None:
+    def __init__(self, config: TrainConfig, ranks: Ranks, folder: Path, task: TaskData | None = None) -> None:
         import deepspeed
 
         self.ranks, self.folder = ranks, folder
@@ -168,7 +169,7 @@ class Trainer:
             raise UserError("parallel.precision fp16 needs a GPU; on the CPU use fp32 or bf16.")
         check_layers(config)
         seed_everything(config.seed)
-        self.task: TaskData = build.build_task(config)
+        self.task: TaskData = build.build_task(config) if task is None else task
         self.epoch_steps = steps_per_epoch(config, self.task)
         given, config = config, in_steps(config, self.task)
         self.config = config
@@ -186,7 +187,9 @@ class Trainer:
             model=TrainingModel(self.algorithm, sharded),
             optimizer=optimizer,
             lr_scheduler=build.build_schedule(config),
-            config=build.deepspeed_config(config, folder, ranks.world_size, len(self.task.train)),
+            config=build.deepspeed_config(
+                config, folder, ranks.world_size, len(self.task.train), build.reduce_bucket(self.algorithm)
+            ),
         )
         clipping.use_true_norm(self.engine, self.algorithm, ranks)
         self.dtype = next(p.dtype for p in self.model.parameters() if p.is_floating_point())

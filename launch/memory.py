@@ -1,0 +1,48 @@
+#!/usr/bin/env python
+"""Hold memory estimates against measured peaks, on this machine's CPU or GPUs.
+
+    python launch/memory.py                                           settings that a CPU can run, a table in Markdown
+    python launch/memory.py --ranks 2 --config FILE [--option value]  one configuration, options as of launch/train.py
+
+Trains three steps of each on made-up items, in new processes. `launch/train.py --estimate` shows an estimate alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from unifmoe_dist.engine.cli import parse_train_config, run_main
+from unifmoe_dist.errors import UserError
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="memory.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--ranks", type=int, default=1, help="world size, of a configuration that is given (1)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank (1)")
+    options, words = parser.parse_known_args(arguments)
+    for name in ("ranks", "threads"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name} must be at least 1, not {getattr(options, name)}.")
+    from unifmoe_dist.analysis.memory.cases import cases
+    from unifmoe_dist.analysis.memory.measure import check
+
+    print("| setting | ranks | estimated (MiB) | measured (MiB) | ratio |")
+    print("| --- | ---: | ---: | ---: | ---: |", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = [("as given", parse_train_config(words), options.ranks)] if words else [
+            (case.name, case.config(), case.ranks) for case in cases(Path(folder))
+        ]  # fmt: skip
+        for name, config, ranks in chosen:
+            config.validate(ranks)
+            found = check(config, ranks, options.threads)
+            sizes = f"{found.estimated / 2**20:.1f} | {found.measured / 2**20:.1f} | {found.ratio:.3f}"
+            print(f"| {name} | {ranks} | {sizes} |", flush=True)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from unifmoe_dist.analysis.memory.command import plan_options
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.engine.cli import parse_train_config
 
@@ -47,7 +47,7 @@ def test_python_runs(code, tmp_path, monkeypatch):
 @pytest.mark.parametrize("line", TRAIN_LINES)
 def test_training_options_exist(line):
     words = [str(ROOT / w) if w.startswith("configs/") else w for w in line.split()]
-    _, words = runpy.run_path(str(ROOT / "launch/train.py"))["plan_options"](words)
+    _, words = plan_options(words)
     assert isinstance(parse_train_config(words), TrainConfig)
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from unifmoe_dist.config import ParallelConfig
-from unifmoe_dist.engine import failure, launchers, network
+from unifmoe_dist.engine import failure, launchers, network, rendezvous
 from unifmoe_dist.errors import UserError
 
 
@@ -103,7 +103,8 @@ def running_ranks(
     launchers.find_master()
     cuda = torch.cuda.is_available()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    alone = torch.cuda.device_count() == 1  # Slurm may show each task its own GPU only
+    device = torch.device("cuda", 0 if alone else local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     elif "OMP_NUM_THREADS" not in os.environ:  # ranks that each take every core slow one another down
@@ -112,8 +113,14 @@ def running_ranks(
     timeout = timedelta(seconds=timeout_s)
     if not cuda:
         network.choose_interface()
+    backend = "nccl" if cuda else "gloo"
     try:
-        deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", timeout=timeout, verbose=False)
+        if not dist.is_initialized() and (store := rendezvous.own_store(timeout)) is not None:
+            dist.init_process_group(
+                backend, store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
+                timeout=timeout, device_id=device if cuda else None,
+            )  # fmt: skip
+        deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
     except (dist.DistError, RuntimeError) as error:
         raise _not_joined(error, timeout_s) from error
     place = Ranks(dist.get_rank(), dist.get_world_size(), device)

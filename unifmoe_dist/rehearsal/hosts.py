@@ -1,7 +1,7 @@
 """Hosts made of Linux namespaces: own network, addresses, host name, processes and /dev/shm; a switch joins them.
 
-    host0 [eth0 10.77.0.1] ---.
-    host1 [eth0 10.77.0.2] ---+--- bridge, in a namespace of its own
+    node0 [eth0 10.77.0.1] ---.
+    node1 [eth0 10.77.0.2] ---+--- bridge, in a namespace of its own
 
 Nothing is named or changed outside these namespaces, and they end with the process that made them, however it ends:
 the first process of each host reads a pipe from it, and the kernel ends a host with its first process.
@@ -73,7 +73,7 @@ class Host:
 
 
 class Network:
-    """Context manager of `number` hosts, host0, host1, ..., joined by a switch.
+    """Context manager of `number` hosts, node0, node1, ..., joined by a switch.
 
     Args:
         number: How many hosts.
@@ -133,7 +133,7 @@ class Network:
         )
 
     def _build(self, folder: Path) -> None:
-        places = {f"host{i}": f"{SUBNET}.{i + 1}" for i in range(self._number)}
+        places = {f"node{i}": f"{SUBNET}.{i + 1}" for i in range(self._number)}
         known = "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in places.items())
         self._switch = _hold(["--net"], [])
         self._in_switch("ip", "link", "add", "bridge", "type", "bridge")

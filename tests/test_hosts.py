@@ -236,6 +236,7 @@ def wait_for_nobody(rank: int) -> None:
     os.environ.update(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
 
 
+@pytest.mark.slow
 def test_a_rank_that_finds_nobody_says_so(tmp_path):
     options = ["--parallel.timeout_s", "5", "--parallel.expert_parallel_size", "1"]
     job = RunningJob(tmp_path, 1, words(tmp_path, *options), wait_for_nobody).finish()

@@ -18,12 +18,18 @@ def main(arguments: Sequence[str]) -> None:
     if planning.estimate:
         plan(config, planning)
         return
-    config.validate(world_size_from_environment())
+    world_size = world_size_from_environment()
+    config.validate(world_size)
+    from unifmoe_dist.engine.restart import check_shared
     from unifmoe_dist.engine.trainer import Trainer, choose_folder
 
     folder = choose_folder(config)
-    with running_ranks(config.parallel.expert_parallel_size, config.parallel.expert_placement) as ranks:
+    parallel, size = config.parallel, config.expert_parallel_size(world_size)
+    with running_ranks(
+        size, parallel.expert_placement, timeout_s=parallel.timeout_s, host_timeout_s=parallel.host_timeout_s
+    ) as ranks:
         folder = Path(ranks.share(str(folder)))
+        check_shared(folder, ranks)
         summary = Trainer(config, ranks, folder).fit()
         if summary is not None and ranks.rank == 0:
             print(json.dumps(summary, indent=1))

@@ -171,7 +171,7 @@ def test_released_storages_leave_the_ledger():
 def test_every_layer_is_counted_exactly(moe):
     """The weights of a rank that holds half of the experts."""
     config = config_of("--model.moe", moe, "--model.num_experts", "4", "--parallel.zero_stage", "0")
-    algorithm = sizes_of_algorithm(config, task_of_sizes(config))
+    algorithm = sizes_of_algorithm(config, task_of_sizes(config), 1)
     experts = [p for layer in moe_layers(algorithm).values() for p in layer.experts.parameters()]
     halved = replace(config, parallel=replace(config.parallel, expert_parallel_size=2))
     result = memory.estimate(halved, ranks=2)
@@ -183,7 +183,7 @@ def test_every_layer_is_counted_exactly(moe):
 def test_a_model_of_sizes_has_the_parameters_of_the_real_one():
     config = config_of("--algorithm.name", "lfme")
     task = task_of_sizes(config)
-    assert trained(sizes_of_algorithm(config, task)) == trained(build.build_algorithm(config, task))
+    assert trained(sizes_of_algorithm(config, task, 1)) == trained(build.build_algorithm(config, task))
 
 
 def trained(model: torch.nn.Module) -> int:
@@ -249,7 +249,7 @@ def test_configurations_fit_an_rtx_3090(path):
 def test_the_papers_parameters(moe, millions):
     """N of the paper's cost table, on VLCS, in units of 2**20."""
     config = config_of("--config", str(ROOT / "configs/domainbed/vlcs.yaml"), "--model.moe", moe)
-    counted = trained(sizes_of_algorithm(config, task_of_sizes(config)))
+    counted = trained(sizes_of_algorithm(config, task_of_sizes(config), 1))
     assert counted / 2**20 == pytest.approx(millions, abs=0.005)
 
 

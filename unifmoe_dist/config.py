@@ -6,6 +6,7 @@ Every field is validated when the object is made, so a bad value is refused befo
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import gcd
 from typing import Literal, TypedDict, get_args
 
 from unifmoe_dist.errors import UserError
@@ -334,7 +335,7 @@ class ParallelConfig:
 
     Args:
         expert_parallel_size: Ranks that share one set of residual experts; 1 replicates them, and it must divide both
-            the world size and num_experts.
+            the world size and num_experts. auto takes the largest number that does.
         expert_placement: near puts consecutive ranks into one expert-parallel group, so that the all-to-all stays
             inside a node; far strides the groups, so that the all-reduce of expert gradients does instead.
         zero_stage: DeepSpeed ZeRO stage; optimiser states of sharded experts are partitioned over their replicas.
@@ -342,15 +343,19 @@ class ParallelConfig:
         precision: Number format of weights and activations.
         gradient_accumulation: Micro-batches per optimiser step.
         gradient_checkpointing: Recompute activations in the backward pass.
+        timeout_s: Seconds that a rank waits for others to join the job, and in a collective, before it gives up.
+        host_timeout_s: Seconds without an answer after which a host counts as lost, and the job ends.
     """
 
-    expert_parallel_size: int = 1
+    expert_parallel_size: int | Literal["auto"] = 1
     expert_placement: Literal["near", "far"] = "near"
     zero_stage: Literal[0, 1, 2, 3] = 1
     offload_optimizer: bool = False
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     gradient_accumulation: int = 1
     gradient_checkpointing: bool = False
+    timeout_s: int = 600
+    host_timeout_s: int = 25
 
 
 @dataclass
@@ -367,7 +372,8 @@ class TrainConfig:
         eval_every: Steps between evaluations; the best validation score selects the checkpoint.
         log_every: Steps between lines in metrics.jsonl and TensorBoard.
         keep_checkpoints: Newest checkpoints to keep, besides the best.
-        resume: Continue from the last checkpoint in output, with that run's options unless others are given here.
+        resume: Continue from the last checkpoint in output, with that run's options unless others are given here. auto
+            starts the run if there is none yet, so that one command line serves a job that is restarted.
         baseline: Also fit the linear classifier (digits) and report its accuracy beside the run's.
         progress: Show a progress bar on rank 0.
         model: What is trained.
@@ -385,7 +391,7 @@ class TrainConfig:
     eval_every: int = 100
     log_every: int = 10
     keep_checkpoints: int = 2
-    resume: bool = False
+    resume: bool | Literal["auto"] = False
     baseline: bool = True
     progress: bool = True
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -406,7 +412,7 @@ class TrainConfig:
             "data.batch_size": self.data.batch_size,
             "data.eval_batch_size": self.data.eval_batch_size,
             "data.image_size": self.data.image_size,
-            "parallel.expert_parallel_size": self.parallel.expert_parallel_size,
+            "parallel.expert_parallel_size": self.expert_parallel_size(world_size),
             "parallel.gradient_accumulation": self.parallel.gradient_accumulation,
         }
         positive.update((n, v) for n, v in (("epochs", self.epochs), ("patience", self.patience)) if v is not None)
@@ -457,7 +463,12 @@ class TrainConfig:
             f"data.batch_size {self.data.batch_size} does not divide evenly over {world_size} ranks x "
             f"{self.parallel.gradient_accumulation} micro-batches; use a multiple of {micro}.",
         )
-        size = self.parallel.expert_parallel_size
+        _check(
+            5 <= self.parallel.host_timeout_s <= self.parallel.timeout_s,
+            f"parallel.host_timeout_s {self.parallel.host_timeout_s} must be from 5 to parallel.timeout_s "
+            f"{self.parallel.timeout_s}.",
+        )
+        size = self.expert_parallel_size(world_size)
         _check(
             world_size % size == 0,
             f"parallel.expert_parallel_size {size} does not divide the world size {world_size}; "
@@ -465,9 +476,7 @@ class TrainConfig:
         )
         if self.model.moe != "none":
             _check_baseline(self)
-            name, slots = "num_experts", self.model.num_experts
-            if self.model.moe in ("dynmoe", "mass"):
-                name, slots = "max_experts", self.model.most_experts()
+            name, slots = self._expert_slots()
             _check(
                 slots % size == 0,
                 f"model.{name} {slots} is not divisible by parallel.expert_parallel_size {size}; change one of them.",
@@ -478,6 +487,19 @@ class TrainConfig:
                 "model.", model.num_experts, model.shared_demand, model.fixed_experts, model.block_choice
             )
             _check(bool(self.model.layers), "model.layers is empty; name at least one layer or set model.moe none.")
+
+
+    def expert_parallel_size(self, world_size: int) -> int:
+        """Ranks that share one set of residual experts: what was asked for, or what auto means on so many ranks."""
+        if self.parallel.expert_parallel_size != "auto":
+            return self.parallel.expert_parallel_size
+        return 1 if self.model.moe == "none" else gcd(world_size, self._expert_slots()[1])
+
+    def _expert_slots(self) -> tuple[str, int]:
+        """Experts that a layer has room for, and the option that says so."""
+        if self.model.moe in ("dynmoe", "mass"):
+            return "max_experts", self.model.most_experts()
+        return "num_experts", self.model.num_experts
 
 
 def _check_task(config: TrainConfig) -> None:

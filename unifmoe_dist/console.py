@@ -22,6 +22,7 @@ COMMANDS = {
     "data": "prepare and verify data sets",
     "consolidate": "one weights file from a run",
     "export": "a Transformers or timm folder from a run",
+    "rehearse": "rehearse a job on two hosts, made on this machine of Linux namespaces",
     "doctor": "check this environment",
 }
 

@@ -288,7 +288,7 @@ class _Point:
             taps[name] = layer.dispatcher = _Tap(layer.dispatcher)
         with counting_bytes() as count:
             self.step()
-        size = self.config.parallel.expert_parallel_size
+        size = self.config.expert_parallel_size(self.ranks.world_size)
         minimum, tutel, rank_blocks, chosen, received = Volume(), Volume(), 0.0, 0, 0
         for layer, tap in zip(self.layers.values(), taps.values(), strict=True):
             layer.dispatcher = tap.dispatcher

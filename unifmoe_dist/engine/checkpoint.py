@@ -221,6 +221,8 @@ def latest(run: Path, name: str = "latest") -> Path:
     """
     checkpoints = run / "checkpoints"
     pointers = [pointer for pointer in ("best", "latest") if (checkpoints / pointer).is_file()]
+    if name == "latest" and name not in pointers and (unnamed := complete(checkpoints)):
+        name = unnamed[-1].name  # the run was killed before it could name its first
     target = (checkpoints / name).read_text().strip() if name in pointers else name
     number = target.removeprefix("step-")
     folder = checkpoints / (f"step-{int(number):06d}" if number.isdecimal() else target)

@@ -12,6 +12,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_s
 from unifmoe_dist import shipped
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.engine import failure
+from unifmoe_dist.engine.restart import resumes
 from unifmoe_dist.errors import UserError
 
 
@@ -45,8 +46,9 @@ def parse_train_config(arguments: Sequence[str], prog: str | None = None) -> Tra
     parser, words = train_parser(prog), _tidy(arguments)
     try:
         parsed = parser.parse_args(words)
-        saved = Path(parsed.output or "") / "config.yaml"
-        if parsed.resume and saved.is_file():
+        run = Path(parsed.output or "")
+        saved = run / "config.yaml"
+        if resumes(parsed.resume, run) and saved.is_file():
             parsed = parser.parse_args(["--config", str(saved), *words])
     except (ArgumentError, ImportError, UnicodeDecodeError) as error:  # a value names a module; a file is no text
         raise UserError(_one_sentence(str(error))) from error

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
+import socket
 import sys
 import tempfile
 import threading
@@ -32,21 +33,27 @@ NEWS_SECONDS = 2.0  # how long a rank whose collective broke waits to hear whose
 GRACE_SECONDS = 3.0  # how long a rank may go on after another has failed, to end by itself
 LINGER_SECONDS = 1.5  # launchers report the rank that exits first, and poll once a second: let that be the cause
 
+_SIGNS_OF_SILENCE = ("timed out", "timeout", "unreachable", "no route")
 _SIGNS_OF_COMMUNICATION = ("gloo", "nccl", "connection", "broken pipe", "process group", "tcpstore", "socket")
 
 _lifeline: Lifeline | None = None  # a process belongs to one job
+_silence = 0  # seconds after which a host that does not answer counts as lost
 _speaking = threading.Lock()  # taken by the thread that speaks last; the process exits with it held
 
 
 @contextmanager
-def watched(ranks: Any) -> Iterator[None]:
-    """Tie this process to the other ranks of its job; collective. A failure keeps the tie, for `leave_for`."""
-    global _lifeline
+def watched(ranks: Any, silence: int) -> Iterator[None]:
+    """Tie this process to the other ranks of its job; collective. A failure keeps the tie, for `leave_for`.
+
+    `silence` is for how many seconds a host may not answer before its ranks count as lost.
+    """
+    global _lifeline, _silence
+    _silence = silence
     if ranks.world_size == 1:
         yield
         return
     try:
-        _lifeline = Lifeline(ranks.rank, ranks.world_size, ranks.share, _leave_after_grace)
+        _lifeline = Lifeline(ranks.rank, ranks.world_size, silence, ranks.share, _leave_after_grace)
     except OSError as error:
         print(f"warning: rank {ranks.rank} cannot watch the other ranks ({error}); if one fails, this one may wait "
               "for the backend's timeout.", file=sys.stderr, flush=True)  # fmt: skip
@@ -65,7 +72,7 @@ def in_job() -> bool:
 def leave_for(error: BaseException) -> NoReturn:
     """Say why this rank leaves, unless another is the cause, and exit the process at once."""
     lifeline = _lifeline
-    notice = None if lifeline is None else lifeline.wait(NEWS_SECONDS if _is_communication(error) else 0.0)
+    notice = None if lifeline is None else lifeline.wait(_seconds_for_news(error))
     if notice is not None:
         _leave_with(notice)
     status, message = _describe(error)
@@ -104,6 +111,14 @@ def _is_communication(error: BaseException) -> bool:
     )
 
 
+def _seconds_for_news(error: BaseException) -> float:
+    """How long to wait for another rank's end that this error may be the echo of."""
+    if not _is_communication(error):
+        return 0.0
+    text = str(error).lower()  # a backend may notice a silent host before the lifeline does
+    return NEWS_SECONDS + (_silence if any(sign in text for sign in _SIGNS_OF_SILENCE) else 0)
+
+
 def _leave_after_grace(notice: Notice) -> None:
     time.sleep(GRACE_SECONDS)  # most ranks fail in their next collective, and leave by themselves
     _leave_with(notice)
@@ -112,10 +127,15 @@ def _leave_after_grace(notice: Notice) -> None:
 def _leave_with(notice: Notice) -> NoReturn:
     _speaking.acquire()
     rank = os.environ.get("RANK", "0")
-    if notice.lost:
-        why = f"rank {notice.rank} was lost: its process ended without a message (killed, out of memory, or crashed)"
+    there = f" on {notice.host}" if notice.host != socket.gethostname() else ""
+    if notice.how == "silent":
+        why = (f"rank {notice.rank}{there} no longer answers: its host is down, or the network between the hosts is "
+               "cut; once that is mended, the same command with --resume continues the run")  # fmt: skip
+    elif notice.how == "lost":
+        why = (f"rank {notice.rank} was lost{there}: its process ended without a message (killed, out of memory, or "
+               "crashed)")  # fmt: skip
     else:
-        why = f"rank {notice.rank} failed"
+        why = f"rank {notice.rank} failed{there}"
     print(f"rank {rank} stops because {why}", file=sys.stderr, flush=True)
     time.sleep(LINGER_SECONDS)
     _exit(notice.status)

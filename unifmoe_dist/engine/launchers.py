@@ -10,6 +10,7 @@ import os
 import re
 import socket
 
+from unifmoe_dist.engine.network import outward_address
 from unifmoe_dist.errors import UserError
 
 # Variables of the rank, the rank on its node and the number of ranks. A launcher counts as present when all three are
@@ -78,16 +79,8 @@ def _ask_rank_0() -> tuple[str, int]:
             f"the job was started by mpirun, but mpi4py finds no MPI library ({error}); install one, or set "
             "MASTER_ADDR and MASTER_PORT to an address and free port of the first node."
         ) from error
-    mine = (_address(), free_port()) if MPI.COMM_WORLD.Get_rank() == 0 else None
+    mine = (outward_address(), free_port()) if MPI.COMM_WORLD.Get_rank() == 0 else None
     return MPI.COMM_WORLD.bcast(mine, root=0)
-
-
-def _address() -> str:
-    """An address of this host that other nodes can reach; loopback if its name resolves to nothing else."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
 
 
 def free_port() -> int:

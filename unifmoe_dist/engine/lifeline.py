@@ -1,12 +1,14 @@
 """A wire between the ranks of a job over which each learns at once that another has failed or vanished.
 
 Rank 0 keeps one TCP connection to every other rank. However a process dies, the kernel closes its sockets, so its end
-shows within milliseconds on every rank, whatever these are waiting for. The backends cannot do that: gloo reports a
-dead peer only to those that talk to it, NCCL to nobody before its timeout of minutes.
+shows within milliseconds on every rank, whatever these are waiting for. A host that loses its power or its network
+closes nothing, so the kernels also probe each other (TCP keep-alive), and silence counts as the end. The backends
+cannot do that: gloo reports a dead peer only to those that talk to it, NCCL to nobody before its timeout of minutes.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -14,11 +16,11 @@ import selectors
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 CONNECT_SECONDS = 30.0
-_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # a node without power shows in 25 s
+_CLOSED = (errno.ECONNRESET, errno.EPIPE)  # by the other kernel, which therefore lives
 
 
 @dataclass(frozen=True)
@@ -28,12 +30,15 @@ class Notice:
     Args:
         rank: The rank that went first.
         status: Its exit status.
-        lost: It went without a word: killed, out of memory, or crashed.
+        how: It failed and said so; or was lost without a word: killed, out of memory, or crashed; or is silent: its
+            host or the network to it is down.
+        host: Name of its host.
     """
 
     rank: int
     status: int
-    lost: bool
+    how: Literal["failed", "lost", "silent"]
+    host: str
 
 
 class Lifeline:
@@ -42,6 +47,7 @@ class Lifeline:
     Args:
         rank: This rank.
         world_size: Number of ranks.
+        silence: Whole seconds without an answer from a rank's host after which the rank counts as gone.
         share: `share(text)` gives rank 0's text on every rank; collective.
         on_notice: Called once, on a thread of its own, when another rank is gone.
 
@@ -50,9 +56,11 @@ class Lifeline:
     """
 
     def __init__(
-        self, rank: int, world_size: int, share: Callable[[str | None], str], on_notice: Callable[[Notice], None]
-    ) -> None:
-        self.rank = rank
+        self, rank: int, world_size: int, silence: int, share: Callable[[str | None], str],
+        on_notice: Callable[[Notice], None],
+    ) -> None:  # fmt: skip
+        self.rank, self._silence = rank, silence
+        self._host = socket.gethostname()
         self.notice: Notice | None = None
         self._told = threading.Event()
         self._on_notice = on_notice
@@ -64,16 +72,16 @@ class Lifeline:
         place = json.loads(share(json.dumps(self._open(world_size)) if rank == 0 else None))
         if place is None:
             raise OSError("rank 0 cannot open a port")
-        host, port, self._token = place
+        address, port, self._token, name = place
         if rank != 0:
-            hub = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
-            self._add(hub, _Link(rank=0))
-            _send(hub, {"rank": rank, "token": self._token})
+            hub = socket.create_connection((address, port), timeout=CONNECT_SECONDS)
+            self._add(hub, _Link(rank=0, host=name))
+            _send(hub, {"rank": rank, "token": self._token, "host": self._host})
         threading.Thread(target=self._listen, name="lifeline", daemon=True).start()
 
     def tell(self, status: int) -> None:
         """Let all ranks know that this one fails and leaves with `status`. Say why first: they leave soon after."""
-        self._pass_on({"failed": self.rank, "status": status, "lost": False})
+        self._pass_on(asdict(Notice(self.rank, status, "failed", self._host)))
 
     def wait(self, seconds: float) -> Notice | None:
         """News of another rank's end, waiting for it if there is none yet."""
@@ -91,8 +99,8 @@ class Lifeline:
                 except OSError:
                     pass  # closed by the other side
 
-    def _open(self, world_size: int) -> tuple[str, int, str] | None:
-        """Start to listen; returns where, and the word that shows who belongs to the job."""
+    def _open(self, world_size: int) -> tuple[str, int, str, str] | None:
+        """Start to listen; returns where, the word that shows who belongs to the job, and this host's name."""
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         try:
@@ -100,7 +108,8 @@ class Lifeline:
         except OSError:
             return None
         self._selector.register(self._listener, selectors.EVENT_READ)
-        return os.environ.get("MASTER_ADDR", "127.0.0.1"), self._listener.getsockname()[1], secrets.token_hex(16)
+        port = self._listener.getsockname()[1]
+        return os.environ.get("MASTER_ADDR", "127.0.0.1"), port, secrets.token_hex(16), self._host
 
     # -- the listening thread ---------------------------------------------------------------------------------------
 
@@ -125,20 +134,17 @@ class Lifeline:
 
     def _add(self, end: socket.socket, link: _Link) -> None:
         end.settimeout(None)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE.items():
-            if hasattr(socket, name):
-                end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        _limit_silence(end, self._silence)
         with self._lock:
             self._links[end] = link
         self._selector.register(end, selectors.EVENT_READ)
 
     def _read(self, end: socket.socket) -> None:
-        link = self._links[end]
+        link, silent = self._links[end], False
         try:
             data = end.recv(4096)
-        except OSError:
-            data = b""
+        except OSError as error:
+            data, silent = b"", error.errno not in _CLOSED
         if data:
             *lines, link.rest = (link.rest + data).split(b"\n")
             for line in lines:
@@ -150,17 +156,18 @@ class Lifeline:
             del self._links[end]
         end.close()
         if link.trusted and not link.bye and not self._leaving:
-            self._hear(Notice(link.rank, 1, lost=True))
+            self._hear(Notice(link.rank, 1, "silent" if silent else "lost", link.host))
 
     def _understand(self, link: _Link, line: bytes) -> None:
         try:
             message = json.loads(line)
             if not link.trusted:
                 link.rank = int(message["rank"]) if message.get("token") == self._token else -1
+                link.host = str(message["host"])
             elif "bye" in message:
                 link.bye = True
-            elif "failed" in message:
-                self._hear(Notice(int(message["failed"]), int(message["status"]), bool(message["lost"])))
+            else:
+                self._hear(Notice(**message))
         except (ValueError, KeyError, TypeError, AttributeError):
             pass  # not one of us
 
@@ -170,7 +177,7 @@ class Lifeline:
         self.notice = notice
         self._told.set()
         if self.rank == 0:
-            self._pass_on({"failed": notice.rank, "status": notice.status, "lost": notice.lost})
+            self._pass_on(asdict(notice))
         threading.Thread(target=self._on_notice, args=(notice,), daemon=True).start()
 
     def _pass_on(self, message: dict[str, Any]) -> None:
@@ -185,15 +192,29 @@ class Lifeline:
 
 @dataclass
 class _Link:
-    """The other end of a connection: its rank, -1 until it has shown the token."""
+    """The other end of a connection: its rank, -1 until it has shown the token, and the name of its host."""
 
     rank: int = -1
+    host: str = ""
     bye: bool = False
     rest: bytes = field(default=b"", repr=False)
 
     @property
     def trusted(self) -> bool:
         return self.rank >= 0
+
+
+def _limit_silence(end: socket.socket, seconds: int) -> None:
+    """Have the kernel end a connection whose other side does not answer for so long, whether it is idle or sending."""
+    interval = max(1, seconds // 5)
+    options = {
+        "TCP_KEEPIDLE": max(1, seconds - 3 * interval), "TCP_KEEPINTVL": interval, "TCP_KEEPCNT": 3,
+        "TCP_USER_TIMEOUT": 1000 * seconds,
+    }  # fmt: skip
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in options.items():
+        if hasattr(socket, name):
+            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _send(end: socket.socket, message: dict[str, Any]) -> None:

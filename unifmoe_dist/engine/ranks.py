@@ -7,13 +7,15 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from unifmoe_dist.engine import failure, launchers
+from unifmoe_dist.config import ParallelConfig
+from unifmoe_dist.engine import failure, launchers, network, rendezvous
 from unifmoe_dist.errors import UserError
 
 
@@ -74,7 +76,10 @@ def world_size_from_environment() -> int:
 
 
 @contextmanager
-def running_ranks(expert_parallel_size: int, placement: str = "near") -> Iterator[Ranks]:
+def running_ranks(
+    expert_parallel_size: int, placement: str = "near", *, timeout_s: int = ParallelConfig.timeout_s,
+    host_timeout_s: int = ParallelConfig.host_timeout_s,
+) -> Iterator[Ranks]:  # fmt: skip
     """Join the job, yield this process's place in it, and tear down in one place.
 
     Args:
@@ -82,6 +87,11 @@ def running_ranks(expert_parallel_size: int, placement: str = "near") -> Iterato
         placement: "near" puts consecutive ranks into one expert-parallel group, so that the all-to-all stays inside a
             node where it can; "far" strides the groups over the job, so that the replicas of an expert are consecutive
             and the all-reduce of expert gradients stays inside a node instead.
+        timeout_s: Seconds that a rank waits for the others to join, and in a collective.
+        host_timeout_s: Seconds without an answer after which a host counts as lost.
+
+    Raises:
+        UserError: the ranks did not find one another.
 
     Leaving without destroying the process group aborts at random on gloo, after the work has succeeded.
     """
@@ -93,19 +103,26 @@ def running_ranks(expert_parallel_size: int, placement: str = "near") -> Iterato
     launchers.find_master()
     cuda = torch.cuda.is_available()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    alone = torch.cuda.device_count() == 1  # Slurm may show each task its own GPU only
+    device = torch.device("cuda", 0 if alone else local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     elif "OMP_NUM_THREADS" not in os.environ:  # ranks that each take every core slow one another down
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
+    timeout = timedelta(seconds=timeout_s)
+    if not cuda:
+        network.choose_interface()
+    backend = "nccl" if cuda else "gloo"
     try:
-        deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", verbose=False)
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        port = os.environ.get("MASTER_PORT")
-        raise UserError(f"port {port} is in use; give the launcher another with --master_port.") from error
+        if not dist.is_initialized() and (store := rendezvous.own_store(timeout)) is not None:
+            dist.init_process_group(
+                backend, store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
+                timeout=timeout, device_id=device if cuda else None,
+            )  # fmt: skip
+        deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
+    except (dist.DistError, RuntimeError) as error:
+        raise _not_joined(error, timeout_s) from error
     place = Ranks(dist.get_rank(), dist.get_world_size(), device)
     try:
         if expert_parallel_size > 1:
@@ -113,15 +130,46 @@ def running_ranks(expert_parallel_size: int, placement: str = "near") -> Iterato
             far = placement == "far"
             groups._create_expert_and_data_parallel(expert_parallel_size, use_data_before_expert_parallel_=far)
             group = groups._get_expert_parallel_group(name)
-            replica = dist.get_rank(groups._get_expert_data_parallel_group(name))
+            replicas = groups._get_expert_data_parallel_group(name)
+            for own in (group, replicas):  # DeepSpeed makes them with torch's default
+                _set_timeout(timeout, own)
+            replica = dist.get_rank(replicas)
             place = Ranks(place.rank, place.world_size, device, group, name, dist.get_rank(group), replica)
-        with failure.watched(place):
+        with failure.watched(place, host_timeout_s):
             yield place
             place.barrier()
     except BaseException:
         raise  # a failing rank must not wait for the others: the caller exits at once
     else:
         dist.destroy_process_group()
+
+
+def _set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
+    change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # the former since torch 2.14
+    change(timeout, group)
+
+
+def _not_joined(error: Exception, seconds: int) -> Exception:
+    """What to tell the user when the ranks could not be joined; the error itself if it is none of the known ones."""
+    text = str(error)
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    if "EADDRINUSE" in text:
+        return UserError(f"port {port} is in use; give the launcher another with --master_port.")
+    if "connectFullMesh" in text:
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "the one that its host name means")
+        return UserError(
+            f"rank {rank} of {size} found rank 0, but cannot reach every other rank over its interface ({interface}); "
+            "set GLOO_SOCKET_IFNAME to the interface that joins the hosts (ip -br address lists them), and let them "
+            "connect to one another on any port."
+        )
+    if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
+        return UserError(
+            f"rank {rank} of {size} could not join the others at {address}:{port} within parallel.timeout_s {seconds} "
+            f"({text.splitlines()[0]}); see that every rank was started, that {address} means the host of rank 0 on "
+            "all hosts, and that no firewall is between them."
+        )
+    return error
 
 
 def seed_everything(seed: int) -> None:

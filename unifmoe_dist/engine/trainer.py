@@ -29,6 +29,7 @@ from unifmoe_dist.engine.health import StepCheck, Verdict, locate, skip_update, 
 from unifmoe_dist.engine.preemption import StopSignals
 from unifmoe_dist.engine.preflight import check_layers
 from unifmoe_dist.engine.ranks import Ranks, seed_everything
+from unifmoe_dist.engine.restart import clear_false_start, resumes
 from unifmoe_dist.engine.selection import Selection
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import AppliedStep
@@ -47,7 +48,7 @@ def choose_folder(config: TrainConfig) -> Path:
     if config.output is not None:
         folder = Path(config.output)
         try:
-            if config.resume:
+            if resumes(config.resume, folder):
                 reached = checkpoint.load_progress(checkpoint.latest(folder))["step"]
                 if config.epochs is None and config.steps < reached:  # with epochs, the data must be read first
                     raise UserError(
@@ -55,7 +56,7 @@ def choose_folder(config: TrainConfig) -> Path:
                         "or none to test the run again."
                     )
                 _check_same_run(folder, config)
-            elif (folder / "config.yaml").exists():
+            elif (folder / "config.yaml").exists() and config.resume != "auto":
                 saved = checkpoint.complete(folder / "checkpoints")
                 advice = "add --resume to continue it" if saved else "it has no checkpoint to resume, so delete it"
                 raise UserError(f"{folder} already holds a run; {advice} or choose another --output.")
@@ -178,8 +179,12 @@ class Trainer:
         others = {f"extra.{name}": layer for name, layer in moe_layers(self.algorithm.extra).items()}
         self.layers = {**moe_layers(self.model), **others}
         build.mark_experts(self.algorithm, ranks)
+        resuming = resumes(config.resume, folder)
+        ranks.barrier()  # all have looked
         if ranks.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
+            if config.resume == "auto" and not resuming:
+                clear_false_start(folder)
         ranks.barrier()
         optimizer = build.build_optimizer(config, self.algorithm, ranks)
         sharded = config.model.num_experts if ranks.expert_group is not None and self.layers else None
@@ -202,7 +207,7 @@ class Trainer:
         self.signals = StopSignals()
         self.check = StepCheck(self.engine, ranks, scaled=config.parallel.precision == "fp16")
         seed_everything(config.seed + 1 + ranks.rank)  # dropout differs between ranks
-        if config.resume:
+        if resuming:
             self._resume()
         if ranks.rank == 0:  # last: options with which a run cannot go on must not replace those it was made with
             checkpoint.write_text(folder / "config.yaml", dump_train_config(given))
@@ -416,8 +421,8 @@ class Trainer:
         score = self._evaluate(self.task.test)
         summary = summarise(self.config, score)
         summary.update(
-            world_size=self.ranks.world_size, expert_parallel_size=self.config.parallel.expert_parallel_size,
-            wall_seconds=self.seconds,
+            world_size=self.ranks.world_size, wall_seconds=self.seconds,
+            expert_parallel_size=self.config.expert_parallel_size(self.ranks.world_size),
         )  # fmt: skip
         summary.update(
             steps=self.step, epochs=self.step / self.epoch_steps, best_step=int(best.name.split("-")[1]),
@@ -472,7 +477,9 @@ class Trainer:
             self.selection = Selection()
         self.ranks.barrier()
         if self.ranks.rank == 0:
-            if self.selection.step:  # the run may have been killed before it could name its best checkpoint
+            # The run may have been killed before it could name its last checkpoint, or its best.
+            checkpoint.write_text(folder.parent / "latest", folder.name)
+            if self.selection.step:
                 checkpoint.write_text(folder.parent / "best", best.name)
             checkpoint.prune(folder.parent, self.config.keep_checkpoints)
         metrics = self.folder / "metrics.jsonl"

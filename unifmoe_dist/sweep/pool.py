@@ -31,7 +31,6 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.sweep.plan import Run
 from unifmoe_dist.sweep.run_folder import (
     State,
-    clear_false_start,
     last_words,
     locked,
     prepare,
@@ -239,6 +238,7 @@ def _train(run: Run, resume: bool) -> None:
     import torch
 
     from unifmoe_dist.engine.ranks import running_ranks
+    from unifmoe_dist.engine.restart import clear_false_start
     from unifmoe_dist.engine.trainer import Trainer, choose_folder
 
     if not torch.cuda.is_available():
@@ -247,7 +247,7 @@ def _train(run: Run, resume: bool) -> None:
         clear_false_start(run.folder)
     config = with_options(run.config, {"resume": resume})
     folder = choose_folder(config)
-    with running_ranks(config.parallel.expert_parallel_size, config.parallel.expert_placement) as ranks:
+    with running_ranks(config.expert_parallel_size(1), config.parallel.expert_placement) as ranks:
         Trainer(config, ranks, folder).fit()
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -89,14 +88,6 @@ def prepare(run: Run) -> None:
             write_text(path, identity)
     except OSError as error:
         raise UserError(f"--output: {run.folder} cannot be used ({error}); choose another folder.") from error
-
-
-def clear_false_start(folder: Path) -> None:
-    """Remove what a run left that ended before its first checkpoint, so that it can begin anew."""
-    for name in ("config.yaml", "metrics.jsonl"):
-        (folder / name).unlink(missing_ok=True)
-    for name in ("tensorboard", "checkpoints"):
-        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 @contextmanager

@@ -47,7 +47,8 @@ def plan(config: TrainConfig, options: argparse.Namespace) -> None:
         return
     nodes = options.num_nodes or 1
     ranks = world_size_from_environment()
-    per_node = options.num_gpus_per_node or max(ranks, config.parallel.expert_parallel_size) // nodes or 1
+    least = max(ranks, config.expert_parallel_size(ranks))
+    per_node = options.num_gpus_per_node or least // nodes or 1
     gpu = options.estimate_device != "cpu"
     budget = memory.Budget(_memory_gb(options) * memory.GIB, gpu, per_node)
     given = memory.estimate(config, per_node * nodes, gpu)

@@ -75,20 +75,20 @@ def estimate(config: TrainConfig, ranks: int = 1, gpu: bool = True, load: Load |
         UserError: the configuration cannot work on so many ranks, or names an architecture that cannot be had offline.
     """
     config.validate(ranks)
-    parallel = config.parallel
+    parallel, size = config.parallel, config.expert_parallel_size(ranks)
     task = task_of_sizes(config)
     items = config.data.batch_size * len(task.train) // ranks // parallel.gradient_accumulation
     device, elsewhere = Ledger(), Ledger()
     host = (elsewhere if gpu else device) if parallel.offload_optimizer else None
     gc.collect()  # what lingers would leave the ledger in the middle of the step
-    algorithm = sizes_of_algorithm(config, task)
+    algorithm = sizes_of_algorithm(config, task, size)
     with FakeTensorMode():
         fake_storage(algorithm)
-        stand_in_for_experts(algorithm, gpu, load, parallel.expert_parallel_size)
+        stand_in_for_experts(algorithm, gpu, load, size)
         groups = [
             Group(
-                group["params"], bool(group.get("moe")),
-                ranks // parallel.expert_parallel_size if group.get("moe") else ranks, group["weight_decay"] > 0,
+                group["params"], bool(group.get("moe")), ranks // size if group.get("moe") else ranks,
+                group["weight_decay"] > 0,
             )
             for group in build.parameter_groups(algorithm, config.optim.weight_decay)
         ]  # fmt: skip

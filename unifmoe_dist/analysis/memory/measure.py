@@ -23,7 +23,7 @@ from unifmoe_dist.analysis.memory.models import task_of_sizes
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.engine.evaluate import collect_usage
 from unifmoe_dist.engine.local_ranks import run_local_ranks
-from unifmoe_dist.engine.ranks import running_ranks
+from unifmoe_dist.engine.ranks import running_ranks, world_size_from_environment
 
 _STEPS = 3  # optimiser states exist from the second on
 
@@ -66,7 +66,8 @@ def check(config: TrainConfig, ranks: int = 1, threads: int = 1) -> Check:
 
 def measure_peak(config: TrainConfig) -> tuple[int, Load | None]:
     """On every rank of a job: its peak in bytes, and the mean routing load over layers, steps and ranks."""
-    with running_ranks(config.parallel.expert_parallel_size, config.parallel.expert_placement) as ranks:
+    size = config.expert_parallel_size(world_size_from_environment())
+    with running_ranks(size, config.parallel.expert_placement) as ranks:
         import deepspeed.runtime.zero.stage_1_and_2  # noqa: F401  # what it makes at import is no part of training
 
         from unifmoe_dist.engine.trainer import Trainer

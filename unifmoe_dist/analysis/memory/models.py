@@ -77,18 +77,18 @@ def _sentences(classes: int, items: Sequence[Any]) -> Batch:
     return inputs, torch.randint(0, classes, (len(items),))
 
 
-def sizes_of_algorithm(config: TrainConfig, task: TaskData) -> Algorithm:
+def sizes_of_algorithm(config: TrainConfig, task: TaskData, ranks: int) -> Algorithm:
     """The training algorithm and its models on the meta device, where only sizes exist, with one rank's experts.
 
     Args:
         config: Configuration.
         task: From `task_of_sizes`.
+        ranks: Ranks that share one set of experts.
     """
     single = replace(config, model=replace(config.model, dispatcher="auto"))
     with torch.device("meta"):
         algorithm = build.build_algorithm(single, task)
     algorithm.to(DTYPES[config.parallel.precision])
-    ranks = config.parallel.expert_parallel_size
     for layer in moe_layers(algorithm).values() if ranks > 1 else ():
         for name, parameter in list(layer.experts.named_parameters()):
             share = nn.Parameter(parameter.detach()[: len(parameter) // ranks], parameter.requires_grad)

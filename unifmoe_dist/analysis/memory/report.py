@@ -47,7 +47,7 @@ def describe(estimate: Estimate, budget: Budget) -> str:
     lines = [
         f"{config.data.task}, {model}, {config.algorithm.name}: {estimate.parameters / 1e6:.1f} million trained "
         f"parameters on {'the' if estimate.ranks == 1 else f'each of {estimate.ranks}'} "
-        f"rank{'s' * (estimate.ranks > 1)} (expert-parallel size {parallel.expert_parallel_size}), "
+        f"rank{'s' * (estimate.ranks > 1)} (expert-parallel size {config.expert_parallel_size(estimate.ranks)}), "
         f"{parallel.precision}, {config.optim.name}, {estimate.items} items in a rank's micro-batch",
         f"ZeRO {parallel.zero_stage}, optimiser {'offloaded' if parallel.offload_optimizer else 'on the device'}, "
         f"gradient checkpointing {'on' if parallel.gradient_checkpointing else 'off'}",
@@ -99,6 +99,6 @@ def assumptions(config: TrainConfig, budget: Budget) -> str:
         lines += ["Every sentence has the longest length, 128 tokens, without padding."]
     if budget.gpu:
         lines += ["GPU kernels (docs/memory.md): fused attention, Triton experts, optimisers over lists of tensors."]
-    if config.model.dispatcher == "tutel" and config.parallel.expert_parallel_size > 1:
+    if config.model.dispatcher == "tutel" and config.parallel.expert_parallel_size != 1:
         lines += ["The dispatcher tutel pads its buffers and keeps them in float32, which is not counted."]
     return "\n".join(lines)

@@ -1,0 +1,39 @@
+#!/usr/bin/env python
+"""Rehearse a job on two hosts that are made of namespaces here: `python launch/rehearse.py [cut] [kill] [slow]`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from unifmoe_dist.engine.cli import run_main
+from unifmoe_dist.rehearsal.scenarios import SCENARIOS, Rehearsal
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        description="Train over two hosts made of Linux namespaces, and pull a cable, kill a host or slow the network. "
+        "Needs Linux, util-linux and iproute2; root, or unprivileged user namespaces."
+    )
+    parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help=f"{', '.join(SCENARIOS)} (default: all)")
+    parser.add_argument("--output", type=Path, help="new folder for runs and logs (default: a temporary one)")
+    options = parser.parse_args(arguments)
+    for name in options.scenarios:
+        if name not in SCENARIOS:
+            parser.error(f"there is no scenario {name!r}; choose among {', '.join(SCENARIOS)}")
+    if os.geteuid() != 0 and shutil.which("unshare"):  # become root of a user namespace, which nobody else sees
+        os.execvp("unshare", ["unshare", "--map-root-user", "--net", "--mount", sys.executable, *sys.argv])  # noqa: S606, S607
+    folder = options.output or Path(tempfile.mkdtemp(prefix="unifmoe-rehearsal-"))
+    rehearsal = Rehearsal(folder.resolve(), lambda line: print(line, flush=True))
+    for name in options.scenarios or SCENARIOS:
+        rehearsal.scenario(name)
+    print(f"runs and logs: {folder}")
+
+
+if __name__ == "__main__":
+    run_main(main)

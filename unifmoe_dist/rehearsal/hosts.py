@@ -1,0 +1,185 @@
+"""Hosts made of Linux namespaces: own network, addresses, host name, processes and /dev/shm; a switch joins them.
+
+    node0 [eth0 10.77.0.1] ---.
+    node1 [eth0 10.77.0.2] ---+--- bridge, in a namespace of its own
+
+Nothing is named or changed outside these namespaces, and they end with the process that made them, however it ends:
+the first process of each host reads a pipe from it, and the kernel ends a host with its first process.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+import psutil
+
+from unifmoe_dist.errors import UserError
+
+SUBNET = "10.77.0"
+
+_OWN = ("--net", "--uts", "--mount", "--pid")
+# $1: name, $2: file of names and addresses. `cat` ends when the pipe does.
+_FIRST_PROCESS = (
+    'hostname "$1" && mount --bind "$2" /etc/hosts && mount -t tmpfs shm /dev/shm && ip link set lo up'
+    " && echo ready && exec cat >/dev/null"
+)
+
+
+class Host:
+    """One host. Commands run in it share the machine's files and processors.
+
+    Args:
+        name: Host name, which the hosts resolve to its address.
+        address: IPv4 address of eth0.
+        names: File in the format of /etc/hosts.
+        scratch: Folder that is this host's own, for temporary files.
+    """
+
+    def __init__(self, name: str, address: str, names: Path, scratch: Path) -> None:
+        self.name, self.address = name, address
+        self._scratch = scratch
+        scratch.mkdir(parents=True, exist_ok=True)
+        self._process = _hold([*_OWN, "--mount-proc"], [name, str(names)])
+        self.pid = psutil.Process(self._process.pid).children()[0].pid
+        """The first process, as the outside numbers it: /proc/<pid>/ns holds the namespaces."""
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        """The command line that runs `words` inside."""
+        return ["nsenter", f"--target={self.pid}", *_OWN, "--wd=" + os.getcwd(), "--", *words]
+
+    def start(self, words: Sequence[str], output: IO[str] | int | None = None, **variables: str) -> subprocess.Popen:
+        """Start a command inside; its standard output and error go to `output`."""
+        environment = {**os.environ, "TMPDIR": str(self._scratch), **variables}
+        return subprocess.Popen(
+            self.command(words), env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            text=True,
+        )  # fmt: skip
+
+    def kill(self) -> None:
+        """End every process of the host at once, as a power failure does, and its network with them."""
+        if self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        self._process.communicate()
+
+
+class Network:
+    """Context manager of `number` hosts, node0, node1, ..., joined by a switch.
+
+    Args:
+        number: How many hosts.
+        quirks: Lines of /etc/hosts by host name, put before the others: Debian's installer, for one, lets a host's own
+            name mean 127.0.1.1.
+
+    Raises:
+        UserError: the machine does not allow it, or lacks a program for it.
+    """
+
+    def __init__(self, number: int = 2, quirks: Mapping[str, str] | None = None) -> None:
+        self._number, self._quirks = number, quirks or {}
+        self.hosts: list[Host] = []
+
+    def __enter__(self) -> Network:
+        for program in ("unshare", "nsenter", "ip", "hostname"):
+            if shutil.which(program) is None:
+                raise UserError(f"there is no program {program} here; install util-linux, iproute2 and hostname.")
+        self._folder = tempfile.TemporaryDirectory(prefix="unifmoe-hosts-")
+        self._switch: subprocess.Popen | None = None
+        try:
+            self._build(Path(self._folder.name))
+        except (subprocess.CalledProcessError, OSError) as error:
+            self._end()
+            said = str(getattr(error, "stderr", None) or error).strip()
+            raise UserError(
+                f"hosts cannot be made of namespaces here ({said}); run as root, or where unprivileged user "
+                "namespaces are allowed."
+            ) from error
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def cut(self, host: Host) -> None:
+        """Pull the host's cable out of the switch: its packets vanish, and nobody is told."""
+        self._in_switch("ip", "link", "set", host.name, "down")
+
+    def mend(self, host: Host) -> None:
+        """Put the cable back."""
+        self._in_switch("ip", "link", "set", host.name, "up")
+
+    def slow(self, megabits: float, loss_percent: float) -> None:
+        """Limit the rate of every link towards its host, with queues of up to 50 ms, and lose packets in the switch."""
+        for host in self.hosts:
+            shape = ["rate", f"{megabits}mbit", "burst", "32kbit", "latency", "50ms"]
+            self._in_switch("tc", "qdisc", "replace", "dev", host.name, "root", "tbf", *shape)
+        self._in_switch(
+            "nft",
+            "add table bridge rehearsal; add chain bridge rehearsal passing { type filter hook forward priority 0; }; "
+            f"add rule bridge rehearsal passing numgen random mod 1000 lt {round(10 * loss_percent)} drop",
+        )
+
+    def _build(self, folder: Path) -> None:
+        places = {f"node{i}": f"{SUBNET}.{i + 1}" for i in range(self._number)}
+        known = "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in places.items())
+        self._switch = _hold(["--net"], [])
+        self._in_switch("ip", "link", "add", "bridge", "type", "bridge")
+        self._in_switch("ip", "link", "set", "bridge", "up")
+        for name, address in places.items():
+            names = folder / f"{name}.hosts"
+            quirk = self._quirks.get(name)
+            names.write_text(f"{quirk}\n{known}" if quirk else known)
+            host = Host(name, address, names, folder / name)
+            self.hosts.append(host)
+            self._in_switch("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(host.pid))
+            self._in_switch("ip", "link", "set", name, "master", "bridge", "up")
+            for words in (["address", "add", f"{address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"]):
+                _call(host.command(["ip", *words]))
+
+    def _in_switch(self, *words: str) -> None:
+        assert self._switch is not None
+        _call(["nsenter", f"--target={psutil.Process(self._switch.pid).children()[0].pid}", "--net", *words])
+
+    def _end(self) -> None:
+        for host in self.hosts:
+            host.kill()
+        if self._switch is not None:
+            self._switch.communicate()  # closes the pipe
+        self._folder.cleanup()
+
+
+def _hold(namespaces: Sequence[str], arguments: Sequence[str]) -> subprocess.Popen:
+    """Start the first process of new namespaces and wait until it has prepared them; it ends with its standard input.
+
+    Raises:
+        OSError: with what the failing program said.
+    """
+    script = _FIRST_PROCESS if arguments else "echo ready && exec cat >/dev/null"
+    process = subprocess.Popen(
+        ["unshare", *namespaces, "--fork", "--kill-child", "sh", "-c", script, "sh", *arguments],  # noqa: S607
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,  # an interrupt from the keyboard is for the one that uses the hosts
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    if process.stdout.readline().strip() != "ready":
+        said = process.stderr.read().strip()
+        process.wait()
+        raise OSError(said or "unshare ended without a word")
+    return process
+
+
+def _call(words: Sequence[str]) -> None:
+    subprocess.run(words, check=True, capture_output=True, text=True)

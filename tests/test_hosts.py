@@ -201,6 +201,10 @@ def kill_at_once(rank: int) -> None:
 
 
 def test_a_restart_begins_anew_or_goes_on(tmp_path):
+    others = [tmp_path / "run" / name for name in ("checkpoints/model.pt", "tensorboard/events", "notes.txt")]
+    for path in others:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
     more = ["--steps", "2", "--optim.lr", "0.001"]
     assert RunningJob(tmp_path, 1, words(tmp_path, *more), kill_at_once).finish().statuses == [-9]
     assert (tmp_path / "run/config.yaml").exists() and len(losses(tmp_path)) == 1
@@ -208,6 +212,8 @@ def test_a_restart_begins_anew_or_goes_on(tmp_path):
     assert config.optim.lr == TrainConfig().optim.lr  # not that of the attempt that left nothing
     assert RunningJob(tmp_path, 1, words(tmp_path, "--steps", "2")).finish().statuses == [0]
     assert list(losses(tmp_path)) == [1, 2]
+    assert "0.001" in (tmp_path / "run/config-1.yaml").read_text() and (tmp_path / "run/metrics-1.jsonl").exists()
+    assert all(path.exists() for path in others)  # whatever else is in the folder is not the run's
 
     for pointer in ("latest", "best"):  # as if killed before it could name its first checkpoint
         (tmp_path / "run/checkpoints" / pointer).unlink()

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -238,6 +240,12 @@ def test_timeouts_that_contradict_each_other():
         parse_train_config(["--parallel.host_timeout_s", "900"]).validate(1)
 
 
+@pytest.mark.parametrize("name,value", [("timeout_s", 10**12), ("host_timeout_s", 100_000)])
+def test_timeouts_that_no_system_counts(name, value):
+    with pytest.raises(UserError, match=f"parallel.{name} must be at most"):
+        parse_train_config(["--parallel.timeout_s", "100000", f"--parallel.{name}", str(value)]).validate(1)
+
+
 def wait_for_nobody(rank: int) -> None:
     os.environ.update(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
 
@@ -254,6 +262,17 @@ def test_a_single_host_keeps_its_interface(monkeypatch):
     monkeypatch.setattr(os, "environ", {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": "2"})
     network.choose_interface()
     assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_second_addresses_of_an_interface(monkeypatch):
+    def entry(address: str) -> SimpleNamespace:
+        return SimpleNamespace(family=socket.AF_INET, address=address)
+
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    monkeypatch.setattr(network.psutil, "net_if_stats", lambda: {"eth0": SimpleNamespace(isup=True)})
+    addresses = {"gone0": [entry("10.0.0.1")], "eth0:1": [entry("10.0.0.2")], "eth0": [entry("10.0.0.3")]}
+    monkeypatch.setattr(network.psutil, "net_if_addrs", lambda: addresses)
+    assert network.outward_address() == "10.0.0.2"
 
 
 # -- the examples -------------------------------------------------------------------------------------------------

@@ -18,18 +18,21 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch.distributed as dist
 import yaml
 from jobs import ROOT, Job, RunningJob, free_port
 from test_faults import SMALL, die, on_call
 
+from launch import rehearse
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.engine import checkpoint, network, rendezvous
 from unifmoe_dist.engine.batches import TrainBatches
 from unifmoe_dist.engine.cli import parse_train_config
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.rehearsal.hosts import Network
+from unifmoe_dist.rehearsal.scenarios import Job as RehearsedJob
 
 WORDS = [*SMALL, "--steps", "8", "--resume", "auto", "--parallel.expert_parallel_size", "auto",
          "--parallel.host_timeout_s", "5"]  # fmt: skip
@@ -157,6 +160,32 @@ def faulty(self, number):
 TrainBatches.step = faulty
 run_main(train.main)
 """
+
+
+class Here:
+    """A host whose launcher has started a process; commands in it may reach others, so there are none."""
+
+    name = "here"
+
+    def start(self, words, output, **variables) -> subprocess.Popen:
+        return subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+
+
+def test_a_job_of_a_rehearsal_ends_with_what_it_started(tmp_path):
+    job = RehearsedJob([Here()], tmp_path / "run")
+    with job._processes[0].stdout as said:
+        started = psutil.Process(int(said.readline()))
+        job.kill()
+    assert job._processes[0].returncode is not None
+    assert psutil.wait_procs([started], timeout=5)[1] == [] or started.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_user_who_may_not_rehearse(monkeypatch):
+    refused = subprocess.CompletedProcess([], 1, "", "unshare: Operation not permitted")
+    monkeypatch.setattr(rehearse, "os", SimpleNamespace(geteuid=lambda: 1000, execvp=None))
+    monkeypatch.setattr(rehearse.subprocess, "run", lambda *_, **__: refused)
+    with pytest.raises(UserError, match="may not make namespaces .unshare: Operation not permitted.; run as root"):
+        rehearse.main(["cut"])
 
 
 @pytest.mark.slow

@@ -6,12 +6,14 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from unifmoe_dist.engine.cli import run_main
+from unifmoe_dist.errors import UserError
 from unifmoe_dist.rehearsal.scenarios import SCENARIOS, Rehearsal
 
 
@@ -27,7 +29,14 @@ def main(arguments: Sequence[str]) -> None:
         if name not in SCENARIOS:
             parser.error(f"there is no scenario {name!r}; choose among {', '.join(SCENARIOS)}")
     if os.geteuid() != 0 and shutil.which("unshare"):  # become root of a user namespace, which nobody else sees
-        os.execvp("unshare", ["unshare", "--map-root-user", "--net", "--mount", sys.executable, *sys.argv])  # noqa: S606, S607
+        words = ["unshare", "--map-root-user", "--net", "--mount"]
+        tried = subprocess.run([*words, "true"], capture_output=True, text=True)
+        if tried.returncode:
+            raise UserError(
+                f"this user may not make namespaces ({tried.stderr.strip()}); run as root, or where unprivileged user "
+                "namespaces are allowed."
+            )
+        os.execvp(words[0], [*words, sys.executable, *sys.argv])  # noqa: S606
     folder = options.output or Path(tempfile.mkdtemp(prefix="unifmoe-rehearsal-"))
     rehearsal = Rehearsal(folder.resolve(), lambda line: print(line, flush=True))
     for name in options.scenarios or SCENARIOS:

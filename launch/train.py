@@ -20,7 +20,7 @@ def main(arguments: Sequence[str]) -> None:
         return
     world_size = world_size_from_environment()
     config.validate(world_size)
-    from unifmoe_dist.engine.restart import check_shared
+    from unifmoe_dist.engine.restart import check_shared, only_writer
     from unifmoe_dist.engine.trainer import Trainer, choose_folder
 
     folder = choose_folder(config)
@@ -30,7 +30,10 @@ def main(arguments: Sequence[str]) -> None:
     ) as ranks:
         folder = Path(ranks.share(str(folder)))
         check_shared(folder, ranks)
-        summary = Trainer(config, ranks, folder).fit()
+        with only_writer(folder, ranks, parallel.host_timeout_s + 10 if config.resume else 0) as waited:
+            if waited:
+                choose_folder(config)  # again: the other job may have gone further
+            summary = Trainer(config, ranks, folder).fit()
         if summary is not None and ranks.rank == 0:
             print(json.dumps(summary, indent=1))
             print(f"run folder: {folder}")

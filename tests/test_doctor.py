@@ -262,3 +262,16 @@ def test_no_data(tmp_path):
     for folder in (tmp_path, tmp_path / "absent"):
         (finding,) = data_sets.layouts(folder)
         assert finding.status == "note" and "no data sets" in finding.text
+
+
+def test_an_mpi_library_that_ends_its_process_does_not_end_the_doctor(tmp_path, monkeypatch):
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py/__init__.py").touch()
+    (tmp_path / "mpi4py/MPI.py").write_text("import os\nos.write(2, b'*** MPI_INIT failed\\n')\nos._exit(1)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (found,) = software.mpi()
+    assert found.status == "note" and found.text == "the library does not start: MPI_INIT failed"
+    (tmp_path / "mpi4py/MPI.py").write_text("raise RuntimeError('cannot load MPI library')\n")
+    (found,) = software.mpi()
+    assert found.text == "mpi4py finds no MPI library"
+    check_commands(found)

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -15,19 +16,23 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch.distributed as dist
 import yaml
 from jobs import ROOT, Job, RunningJob, free_port
 from test_faults import SMALL, die, on_call
 
+from launch import rehearse
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.engine import checkpoint, network, rendezvous
 from unifmoe_dist.engine.batches import TrainBatches
 from unifmoe_dist.engine.cli import parse_train_config
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.rehearsal.hosts import Network
+from unifmoe_dist.rehearsal.scenarios import Job as RehearsedJob
 
 WORDS = [*SMALL, "--steps", "8", "--resume", "auto", "--parallel.expert_parallel_size", "auto",
          "--parallel.host_timeout_s", "5"]  # fmt: skip
@@ -157,6 +162,32 @@ run_main(train.main)
 """
 
 
+class Here:
+    """A host whose launcher has started a process; commands in it may reach others, so there are none."""
+
+    name = "here"
+
+    def start(self, words, output, **variables) -> subprocess.Popen:
+        return subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+
+
+def test_a_job_of_a_rehearsal_ends_with_what_it_started(tmp_path):
+    job = RehearsedJob([Here()], tmp_path / "run")
+    with job._processes[0].stdout as said:
+        started = psutil.Process(int(said.readline()))
+        job.kill()
+    assert job._processes[0].returncode is not None
+    assert psutil.wait_procs([started], timeout=5)[1] == [] or started.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_user_who_may_not_rehearse(monkeypatch):
+    refused = subprocess.CompletedProcess([], 1, "", "unshare: Operation not permitted")
+    monkeypatch.setattr(rehearse, "os", SimpleNamespace(geteuid=lambda: 1000, execvp=None))
+    monkeypatch.setattr(rehearse.subprocess, "run", lambda *_, **__: refused)
+    with pytest.raises(UserError, match="may not make namespaces .unshare: Operation not permitted.; run as root"):
+        rehearse.main(["cut"])
+
+
 @pytest.mark.slow
 def test_torchrun_restarts_a_run_by_itself(whole, tmp_path):
     (tmp_path / "faulty.py").write_text(FAULTY.format(launch=str(ROOT / "launch")))
@@ -201,6 +232,10 @@ def kill_at_once(rank: int) -> None:
 
 
 def test_a_restart_begins_anew_or_goes_on(tmp_path):
+    others = [tmp_path / "run" / name for name in ("checkpoints/model.pt", "tensorboard/events", "notes.txt")]
+    for path in others:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
     more = ["--steps", "2", "--optim.lr", "0.001"]
     assert RunningJob(tmp_path, 1, words(tmp_path, *more), kill_at_once).finish().statuses == [-9]
     assert (tmp_path / "run/config.yaml").exists() and len(losses(tmp_path)) == 1
@@ -208,6 +243,8 @@ def test_a_restart_begins_anew_or_goes_on(tmp_path):
     assert config.optim.lr == TrainConfig().optim.lr  # not that of the attempt that left nothing
     assert RunningJob(tmp_path, 1, words(tmp_path, "--steps", "2")).finish().statuses == [0]
     assert list(losses(tmp_path)) == [1, 2]
+    assert "0.001" in (tmp_path / "run/config-1.yaml").read_text() and (tmp_path / "run/metrics-1.jsonl").exists()
+    assert all(path.exists() for path in others)  # whatever else is in the folder is not the run's
 
     for pointer in ("latest", "best"):  # as if killed before it could name its first checkpoint
         (tmp_path / "run/checkpoints" / pointer).unlink()
@@ -232,6 +269,12 @@ def test_timeouts_that_contradict_each_other():
         parse_train_config(["--parallel.host_timeout_s", "900"]).validate(1)
 
 
+@pytest.mark.parametrize("name,value", [("timeout_s", 10**12), ("host_timeout_s", 100_000)])
+def test_timeouts_that_no_system_counts(name, value):
+    with pytest.raises(UserError, match=f"parallel.{name} must be at most"):
+        parse_train_config(["--parallel.timeout_s", "100000", f"--parallel.{name}", str(value)]).validate(1)
+
+
 def wait_for_nobody(rank: int) -> None:
     os.environ.update(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
 
@@ -248,6 +291,17 @@ def test_a_single_host_keeps_its_interface(monkeypatch):
     monkeypatch.setattr(os, "environ", {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": "2"})
     network.choose_interface()
     assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_second_addresses_of_an_interface(monkeypatch):
+    def entry(address: str) -> SimpleNamespace:
+        return SimpleNamespace(family=socket.AF_INET, address=address)
+
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    monkeypatch.setattr(network.psutil, "net_if_stats", lambda: {"eth0": SimpleNamespace(isup=True)})
+    addresses = {"gone0": [entry("10.0.0.1")], "eth0:1": [entry("10.0.0.2")], "eth0": [entry("10.0.0.3")]}
+    monkeypatch.setattr(network.psutil, "net_if_addrs", lambda: addresses)
+    assert network.outward_address() == "10.0.0.2"
 
 
 # -- the examples -------------------------------------------------------------------------------------------------

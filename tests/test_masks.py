@@ -77,7 +77,7 @@ def test_masks_that_do_not_fit_are_one_sentence(tmp_path):
         match_masks(tmp_path / "twice", images)
 
 
-def test_label_images_are_read_as_numbers(tmp_path):
+def test_label_images_are_read_as_numbers(tmp_path, monkeypatch):
     for mode in ("P", "L"):
         path = save(tmp_path / f"{mode}.png", [[0, 15, 255]], mode)
         assert read_mask(path, 3, 1).tolist() == [[0, 15, 255]]
@@ -86,6 +86,9 @@ def test_label_images_are_read_as_numbers(tmp_path):
     Image.new("RGB", (3, 1)).save(tmp_path / "colours.png")
     with pytest.raises(UserError, match=r"holds colours \(RGB\), not class numbers"):
         read_mask(tmp_path / "colours.png", 3, 1)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1)
+    with pytest.raises(UserError, match=r"P.png cannot be read as an image .*exceeds limit"):
+        read_mask(tmp_path / "P.png", 3, 1)
     (tmp_path / "text.png").write_text("no image")
     with pytest.raises(UserError, match=r"text.png cannot be read as an image"):
         read_mask(tmp_path / "text.png", 3, 1)

@@ -110,3 +110,12 @@ def test_a_tokenizer_that_does_not_tell_its_rules(cache):
     own = Encoder(TINY, "none").tokenizer()
     assert len(items(lambda *args, **options: own(*args, **options))) == 4
     assert not os.path.exists(cache)
+
+
+def test_a_user_without_a_home_goes_without(monkeypatch):
+    def nowhere() -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(token_cache.Path, "home", nowhere)
+    assert items(Counting())

@@ -463,6 +463,9 @@ class TrainConfig:
             f"data.batch_size {self.data.batch_size} does not divide evenly over {world_size} ranks x "
             f"{self.parallel.gradient_accumulation} micro-batches; use a multiple of {micro}.",
         )
+        for name, most in (("timeout_s", 10_000_000), ("host_timeout_s", 30_000)):  # Linux counts up to 32,767
+            value = getattr(self.parallel, name)
+            _check(value <= most, f"parallel.{name} must be at most {most}, not {value}.")
         _check(
             5 <= self.parallel.host_timeout_s <= self.parallel.timeout_s,
             f"parallel.host_timeout_s {self.parallel.host_timeout_s} must be from 5 to parallel.timeout_s "

@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
 from unifmoe_dist.errors import UserError
@@ -109,7 +109,7 @@ def read_mask(path: Path, width: int, height: int) -> np.ndarray:
                     f"mask {path} holds colours ({image.mode}), not class numbers; save it as a palette or grey PNG."
                 )
             labels = np.asarray(image).astype(np.int64)
-    except (OSError, SyntaxError, ValueError, UnidentifiedImageError) as error:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise UserError(f"mask {path} cannot be read as an image ({error}).") from error
     if labels.shape != (height, width):
         raise UserError(

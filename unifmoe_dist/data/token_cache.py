@@ -58,7 +58,10 @@ def remembered(name: str | None, texts: int, make: Callable[[], Tokens]) -> Toke
     """
     if name is None or texts < FEWEST:
         return make()
-    path = folder() / f"{name}.safetensors"
+    try:
+        path = folder() / f"{name}.safetensors"
+    except RuntimeError:  # a user without a home
+        return make()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("a") as lock:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
@@ -116,13 +119,35 @@ def run_main(main: Callable[[Sequence[str]], None]) -> None:
     """Run a command. A UserError prints one sentence, once per node, and exits with status 2 without a traceback.
 
     Any other error prints its traceback and exits with status 1 at once, and takes the other ranks down instead of
-    letting them wait for this one.
+    letting them wait for this one. Where nobody reads on, as after `| head`, a command ends without a word.
     """
     try:
-        main(sys.argv[1:])
-    except SystemExit as error:
-        if not failure.in_job():
+        try:
+            main(sys.argv[1:])
+        except SystemExit as error:
+            if failure.in_job():
+                failure.leave_for(error)
+            _flush()
             raise
-        failure.leave_for(error)
+        _flush()
+    except SystemExit:
+        raise
     except BaseException as error:
-        failure.leave_for(error)
+        if not isinstance(error, BrokenPipeError) or not _reader_left():
+            failure.leave_for(error)
+        if failure.in_job():
+            failure.leave_for(UserError("nobody reads this job's output any more; write it to a file."))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be written at the end
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # closed from the start
+        sys.stdout.flush()
+
+
+def _reader_left() -> bool:
+    """Whether standard output is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))

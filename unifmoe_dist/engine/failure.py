@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -143,8 +143,9 @@ def _leave_with(notice: Notice) -> NoReturn:
 
 def _exit(status: int) -> NoReturn:
     # Not sys.exit: interpreter shutdown with a live process group can abort, or wait for ranks that never come.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, AttributeError):  # nobody may read it any more, or it was never open
+            stream.flush()
     os._exit(status)
 
 

@@ -45,7 +45,8 @@ def outward_address() -> str:
         return named
     states = psutil.net_if_stats()
     for name, addresses in psutil.net_if_addrs().items():
-        if states[name].isup and not name.startswith(_INSIDE):
+        state = states.get(name.partition(":")[0])  # a second address may have a name of its own: eth0:1
+        if state is not None and state.isup and not name.startswith(_INSIDE):
             for entry in addresses:
                 if entry.family == socket.AF_INET:
                     return entry.address

@@ -29,7 +29,7 @@ from unifmoe_dist.engine.health import StepCheck, Verdict, locate, skip_update, 
 from unifmoe_dist.engine.preemption import StopSignals
 from unifmoe_dist.engine.preflight import check_layers
 from unifmoe_dist.engine.ranks import Ranks, seed_everything
-from unifmoe_dist.engine.restart import clear_false_start, resumes
+from unifmoe_dist.engine.restart import agree, check_free, resumes, set_aside
 from unifmoe_dist.engine.selection import Selection
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import AppliedStep
@@ -56,10 +56,8 @@ def choose_folder(config: TrainConfig) -> Path:
                         "or none to test the run again."
                     )
                 _check_same_run(folder, config)
-            elif (folder / "config.yaml").exists() and config.resume != "auto":
-                saved = checkpoint.complete(folder / "checkpoints")
-                advice = "add --resume to continue it" if saved else "it has no checkpoint to resume, so delete it"
-                raise UserError(f"{folder} already holds a run; {advice} or choose another --output.")
+            else:
+                _check_no_run(folder, config)
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"--output {folder} cannot be used ({error}); choose another folder.") from error
@@ -71,6 +69,16 @@ def choose_folder(config: TrainConfig) -> Path:
     while (folder := Path(stem if number == 1 else f"{stem}-{number}")).exists():
         number += 1
     return folder
+
+
+def _check_no_run(folder: Path, config: TrainConfig) -> None:
+    """Refuse a folder where a new run would write over something."""
+    path = folder / "config.yaml"
+    if path.exists() and config.resume != "auto":
+        saved = checkpoint.complete(folder / "checkpoints")
+        advice = "add --resume to continue it" if saved else "it has no checkpoint to resume, so delete it"
+        raise UserError(f"{folder} already holds a run; {advice} or choose another --output.")
+    check_free(folder)
 
 
 def _check_same_run(folder: Path, config: TrainConfig) -> None:
@@ -179,12 +187,11 @@ class Trainer:
         others = {f"extra.{name}": layer for name, layer in moe_layers(self.algorithm.extra).items()}
         self.layers = {**moe_layers(self.model), **others}
         build.mark_experts(self.algorithm, ranks)
-        resuming = resumes(config.resume, folder)
-        ranks.barrier()  # all have looked
+        resuming = agree(config.resume, folder, ranks)
         if ranks.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            if config.resume == "auto" and not resuming:
-                clear_false_start(folder)
+            if not resuming:
+                set_aside(folder, dump_train_config(given))
         ranks.barrier()
         optimizer = build.build_optimizer(config, self.algorithm, ranks)
         sharded = config.model.num_experts if ranks.expert_group is not None and self.layers else None

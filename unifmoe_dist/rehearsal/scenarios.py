@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+
+import psutil
 
 from unifmoe_dist.console import script
 from unifmoe_dist.errors import UserError
@@ -112,10 +114,13 @@ class Job:
         ]
 
     def kill(self) -> None:
-        """End what is left of it."""
-        for host, process in zip(self.hosts, self._processes, strict=True):
+        """End what is left of it: the launchers and all that they started, and nothing by its place."""
+        for process in self._processes:
             if process.poll() is None:
-                subprocess.run(host.command(["sh", "-c", "kill -9 -1"]), capture_output=True)
+                with suppress(psutil.NoSuchProcess):
+                    for started in psutil.Process(process.pid).children(recursive=True):
+                        started.kill()
+                process.kill()
                 process.wait()
 
     def _sentences(self) -> list[str | None]:

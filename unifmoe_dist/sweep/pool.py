@@ -221,7 +221,7 @@ def _attempt(run: Run, discard_checkpoints: bool) -> int:
     try:
         state = state_of(run)
         if state is not State.FINISHED:  # another sweep may have been faster
-            _train(run, resume=state is State.PARTIAL)
+            _train(run)
         if discard_checkpoints and read_summary(run.folder) is not None:
             shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
     except UserError as error:
@@ -234,21 +234,20 @@ def _attempt(run: Run, discard_checkpoints: bool) -> int:
     return 0
 
 
-def _train(run: Run, resume: bool) -> None:
+def _train(run: Run) -> None:
     import torch
 
     from unifmoe_dist.engine.ranks import running_ranks
-    from unifmoe_dist.engine.restart import clear_false_start
+    from unifmoe_dist.engine.restart import only_writer
     from unifmoe_dist.engine.trainer import Trainer, choose_folder
 
     if not torch.cuda.is_available():
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    if not resume:
-        clear_false_start(run.folder)
-    config = with_options(run.config, {"resume": resume})
+    config = with_options(run.config, {"resume": "auto"})
     folder = choose_folder(config)
     with running_ranks(config.expert_parallel_size(1), config.parallel.expert_placement) as ranks:
-        Trainer(config, ranks, folder).fit()
+        with only_writer(folder, ranks, patience=0):
+            Trainer(config, ranks, folder).fit()
 
 
 def _leave_with_parent() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -64,13 +65,18 @@ def tutel() -> Iterator[Finding]:
 
 
 def mpi() -> Iterator[Finding]:
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError):
+    """In a process of its own: an MPI library that cannot start ends the process that asks."""
+    program = "from mpi4py import MPI; print(MPI.Get_library_version())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    said = [line.strip(" *-") for line in (done.stdout if done.returncode == 0 else done.stderr).splitlines()]
+    first = next((line for line in said if line), f"exit status {done.returncode}")
+    if done.returncode == 0:
+        yield ok("MPI", first.split(",")[0].strip())
+    elif "Error: " in done.stderr:  # Python's, on importing it
         advice = "only for mpirun: `apt-get install libopenmpi-dev`, or your cluster's MPI module"
         yield note("MPI", "mpi4py finds no MPI library", advice)
     else:
-        yield ok("MPI", MPI.Get_library_version().split(",")[0].strip())
+        yield note("MPI", f"the library does not start: {first}", "only for mpirun: load your cluster's MPI module")
 
 
 def models() -> Iterator[Finding]:

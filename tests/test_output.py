@@ -1,0 +1,40 @@
+"""Commands whose output nobody reads to its end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import os, sys
+from unifmoe_dist.engine.cli import run_main
+
+def at_once(arguments):
+    print("words", flush=True)
+
+def at_the_end(arguments):
+    print("words")
+
+def with_a_status(arguments):
+    print("words")
+    sys.exit(1)
+
+def for_another_reason(arguments):
+    raise BrokenPipeError("of another pipe")
+
+for main in (at_once, at_the_end, with_a_status, for_another_reason):
+    if (child := os.fork()) == 0:
+        reader, writer = os.pipe()
+        os.dup2(writer if main is not for_another_reason else 2, 1)
+        os.close(reader)
+        sys.stdout = open(1, "w", closefd=False)
+        run_main(main)
+        os._exit(0)
+    print(main.__name__, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def test_a_closed_pipe_ends_a_command_without_a_word():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split("\n") == ["at_once 141", "at_the_end 141", "with_a_status 141", "for_another_reason 1", ""]
+    assert done.stderr.count("Traceback") == 1 and "BrokenPipeError: of another pipe" in done.stderr

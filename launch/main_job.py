@@ -40,6 +40,9 @@ def free_folder(stem: str) -> Path:
 
 
 def main(arguments: Sequence[str]) -> None:
+    if {"-h", "--help"} & {*arguments}:
+        print(f"{__doc__}\n\nTakes the options of launch/train.py, for both runs; see launch/train.py --help.")
+        return
     folder = free_folder("main-job")
     unif, dense = folder / "unif", folder / "dense"
     launch(unif, arguments)

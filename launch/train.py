@@ -35,7 +35,8 @@ def main(arguments: Sequence[str]) -> None:
                 choose_folder(config)  # again: the other job may have gone further
             summary = Trainer(config, ranks, folder).fit()
         if summary is not None and ranks.rank == 0:
-            print(json.dumps(summary, indent=1))
+            short = json.loads(json.dumps(summary), parse_float=lambda number: float(f"{float(number):.6g}"))
+            print(json.dumps(short, indent=1))  # summary.json has every digit
             print(f"run folder: {folder}")
 
 

@@ -91,7 +91,7 @@ class Benchmark:
             return int(given)
         names = ", ".join(environment.name for environment in self.environments)
         raise UserError(
-            f"data.held_out is {held_out!r}, which is no environment of {self.title}; choose one of {names}, or an "
+            f"data.held_out {held_out!r} is no environment of {self.title}; give --data.held_out one of {names}, or an "
             f"index from 0 to {len(self.environments) - 1}."
         )
 

@@ -15,6 +15,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_s
 from unifmoe_dist import shipped
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.engine import failure
+from unifmoe_dist.engine.option_errors import one_sentence
 from unifmoe_dist.engine.restart import resumes
 from unifmoe_dist.errors import UserError
 
@@ -54,7 +55,7 @@ def parse_train_config(arguments: Sequence[str], prog: str | None = None) -> Tra
         if resumes(parsed.resume, run) and saved.is_file():
             parsed = parser.parse_args(["--config", str(saved), *words])
     except (ArgumentError, ImportError, UnicodeDecodeError) as error:  # a value names a module; a file is no text
-        raise UserError(_one_sentence(str(error))) from error
+        raise UserError(one_sentence(str(error), list(parser.get_defaults().keys()))) from error
     return as_config(parser, parsed)
 
 
@@ -68,7 +69,7 @@ def load_train_config(path: str) -> TrainConfig:
     try:
         return as_config(parser, parser.parse_path(path))
     except (ArgumentError, ImportError, TypeError, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not the configuration of a run: {_one_sentence(str(error))}") from error
+        raise UserError(f"{path} is not the configuration of a run: {one_sentence(str(error), [])}") from error
 
 
 def as_config(parser: ArgumentParser, parsed: Namespace) -> TrainConfig:
@@ -107,12 +108,6 @@ def _tidy(arguments: Sequence[str]) -> list[str]:
         elif i and words[i - 1] == "--config":
             words[i] = shipped.config(word)
     return words
-
-
-def _one_sentence(message: str) -> str:
-    message = message.partition(", denied by")[0]  # what follows tells programmers how to allow it
-    words = " ".join(line.strip() for line in message.splitlines() if line.strip())
-    return words if words.endswith(".") else words + "; see --help for every option."
 
 
 def run_main(main: Callable[[Sequence[str]], None]) -> None:

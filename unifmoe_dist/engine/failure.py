@@ -158,6 +158,7 @@ def _claim(rank: int, message: str) -> dict[str, Any] | None:
 
     path = Path(tempfile.gettempdir()) / f"unifmoe-failure-{os.getuid()}-{os.getppid()}"
     try:
+        _remove_old(path)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with open(descriptor, "r+") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX)
@@ -173,6 +174,18 @@ def _claim(rank: int, message: str) -> dict[str, Any] | None:
     except OSError:
         pass  # better said twice than never
     return None
+
+
+def _remove_old(path: Path) -> None:
+    """Remove the claims of launchers that have ended."""
+    import psutil
+
+    stem = path.name.rpartition("-")[0]
+    for old in path.parent.glob(f"{stem}-*"):
+        launcher = old.name.rpartition("-")[2]
+        if launcher.isdecimal() and not psutil.pid_exists(int(launcher)):
+            with suppress(OSError):
+                old.unlink()
 
 
 def _digest(message: str) -> str:

@@ -95,6 +95,8 @@ def running_ranks(
 
     Leaving without destroying the process group aborts at random on gloo, after the work has succeeded.
     """
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no other
     import deepspeed
     from deepspeed.utils import groups, logger
 

@@ -8,6 +8,7 @@ L_algorithm is the task loss, or that of the training algorithm (baselines/algor
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -81,6 +82,10 @@ def _check_no_run(folder: Path, config: TrainConfig) -> None:
     check_free(folder)
 
 
+_FIXED_IN_NUMBER = ("unif", "topk", "gmoe")
+"""Methods whose layers have the experts that model.num_experts says, all along."""
+
+
 def _check_same_run(folder: Path, config: TrainConfig) -> None:
     """Refuse options under which a run's weights would load but mean something else, or its scores would."""
     path = folder / "config.yaml"
@@ -91,6 +96,7 @@ def _check_same_run(folder: Path, config: TrainConfig) -> None:
         data = options.data
         return {
             "model.moe": options.model.moe,
+            "model.num_experts": options.model.num_experts if options.model.moe in _FIXED_IN_NUMBER else None,
             "model.num_blocks": options.model.num_blocks,
             "model.top_k": options.model.top_k,
             "model.shared_demand": options.model.shared_demand,
@@ -307,6 +313,15 @@ class Trainer:
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
+    def _say_where(self) -> None:
+        if self.step >= self.config.steps:
+            what = f"{self.folder} is complete at step {self.step}; it is tested again"
+        elif self.step:
+            what = f"{self.folder} goes on from step {self.step} of {self.config.steps}"
+        else:
+            what = f"{self.folder} starts, {self.config.steps} steps"
+        tqdm.write(what, file=sys.stderr)
+
     def fit(self) -> dict[str, Any] | None:
         """Train to the last step, select the best checkpoint by validation, test it, write summary and plots.
 
@@ -315,6 +330,8 @@ class Trainer:
         """
         config = self.config
         shown = config.progress and self.ranks.rank == 0
+        if shown:
+            self._say_where()
         bar = tqdm(  # disable=None: only on a terminal; a log file gets a line per evaluation instead
             total=config.steps, initial=self.step, desc=self.task.name, dynamic_ncols=True, mininterval=1.0,
             disable=None if shown else True,

@@ -1,0 +1,56 @@
+"""Mistakes in options as one sentence each, from what the parser of command lines says about them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+_KINDS = {
+    "<class 'int'>": "a whole number", "<class 'float'>": "a number", "<class 'bool'>": "true or false",
+    "<class 'str'>": "a text", "<class 'list'>": "a list such as [2,4]", "<class 'NoneType'>": "null",
+}  # fmt: skip
+_LAUNCHERS = ("num_gpus", "num_accelerators", "num_nodes", "master_port", "hostfile", "nproc-per-node", "nnodes")
+
+
+def one_sentence(message: str, options: Sequence[str]) -> str:
+    """The message in words of this project, or as it is where it is of no known form.
+
+    Args:
+        message: Of jsonargparse.
+        options: Names of all options, without dashes.
+    """
+    message = message.partition(", denied by")[0]  # what follows tells programmers how to allow it
+    words = " ".join(line.strip() for line in message.splitlines() if line.strip())
+    if found := re.search(r"unrecognized arguments: --([\w.-]+)", words):
+        return _unknown(found[1], options)
+    if found := re.search(r'Parser key "config": File does not exist: (.*)$', words):
+        return f"--config: there is no file {found[1]}."
+    for form in (r"(Expected a .*)\. Got value: (.*)$", r"Subtypes: (\[.*\]) Errors: .* Given value: (.*)$"):
+        found = re.search(r'Parser key "([\w.]+)": .*?' + form, words)
+        if found and (wanted := _wanted(found[2])):
+            return f"--{found[1]} must be {wanted}, not {found[3]}."
+    return words if words.endswith(".") else words + "; see --help for every option."
+
+
+def _unknown(name: str, options: Sequence[str]) -> str:
+    if name in _LAUNCHERS or name.replace("_", "-") in _LAUNCHERS:
+        return f"--{name} is an option of the launcher, so it stands before launch/train.py, not after it."
+    last = name.rpartition(".")[2]
+    near = [option for option in options if option.rpartition(".")[2] == last] or get_close_matches(name, options)
+    advice = f"did you mean {' or '.join('--' + option for option in near[:2])}?" if near else "see --help for all."
+    return f"there is no option --{name}; {advice}"
+
+
+def _wanted(types: str) -> str:
+    """What a value may be, from the names of Python's types."""
+    kinds = []
+    for found in re.finditer(r"typing\.Literal\[([^\]]*)\]|<class '[\w.]+'>", types):
+        if found[1] is None:
+            kinds.append(_KINDS.get(found[0]))
+        else:
+            kinds += [name.strip(" '") for name in found[1].split(",")]
+    *first, last = [kind or "" for kind in kinds] or [""]
+    if not all((*first, last)):
+        return ""
+    return (", ".join(first) + " or " if first else "") + last

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -45,6 +46,8 @@ def plan(config: TrainConfig, options: argparse.Namespace) -> None:
     """Print what a run takes, as it is configured and under every ZeRO stage, offloading and gradient checkpointing."""
     if int(os.environ.get("RANK", "0")):
         return
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # notes on the model would stand between the tables
+    warnings.simplefilter("ignore", FutureWarning)
     nodes = options.num_nodes or 1
     ranks = world_size_from_environment()
     least = max(ranks, config.expert_parallel_size(ranks))

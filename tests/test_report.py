@@ -276,6 +276,14 @@ def test_runs_are_read_and_missing_ones_named(tmp_path):
     assert not (tmp_path / "report" / "glue.png").exists()  # nothing to draw
 
 
+def test_the_page_shows_both_plots_of_a_comparison(tmp_path):
+    write_run(tmp_path / "a", {**IDENTITY, "task": "digits", "held_out": "rot0"}, SUMMARY)
+    page = write_report(tmp_path, tmp_path / "report")
+    for name in ("digits.png", "digits-scores.png"):
+        assert f"({name})" in page
+        assert (tmp_path / "report" / name).exists()
+
+
 def test_folders_that_hold_no_sweep(tmp_path):
     with pytest.raises(UserError, match="holds no runs of a sweep"):
         write_report(tmp_path, tmp_path / "report")

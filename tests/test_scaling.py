@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import subprocess
 import sys
 import time
@@ -318,6 +319,7 @@ def test_sweep_measures_plots_and_continues(tmp_path):
     first = run_scale(*options)
     assert first.returncode == 0, first.stderr
     assert "no cost model: a cost model needs at least 6 points" in first.stdout
+    assert re.search(r"but there are \d+ measured, \d+ of them held out;", first.stdout)
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
     with (tmp_path / "scaling.csv").open() as handle:
         rows = list(csv.DictReader(handle))

@@ -149,15 +149,21 @@ class CostModel:
     coefficients: dict[str, list[float]]
 
     @staticmethod
-    def fit(workloads: Sequence[Workload], results: Sequence[Measurement]) -> CostModel:
+    def fit(workloads: Sequence[Workload], results: Sequence[Measurement], held_out: int = 0) -> CostModel:
         """Fit to measured steps.
+
+        Args:
+            workloads: Those of the measured steps.
+            results: The measured steps.
+            held_out: How many other points were measured and are held out to check the fit; for the message alone.
 
         Raises:
             UserError: too few points to determine the coefficients.
         """
         if len(workloads) < _LEAST_POINTS:
+            known = f"{len(workloads) + held_out} measured, {held_out} of them held out" if held_out else len(workloads)
             raise UserError(
-                f"a cost model needs at least {_LEAST_POINTS} points to fit, but there are {len(workloads)}; "
+                f"a cost model needs at least {_LEAST_POINTS} points to fit, but there are {known}; "
                 "sweep more values of --experts, --ranks or --batch."
             )
         steps = np.array([r.step for r in results])
@@ -222,7 +228,7 @@ def check(points: Sequence[Point], study: Study) -> Check:
     if len(devices) > 1:
         raise UserError(f"the points come from several devices ({', '.join(devices)}); fit a sweep of one device.")
     fitted, held_out = hold_out(points)
-    model = CostModel.fit([workload_of(p, study) for p in fitted], [p.result for p in fitted])
+    model = CostModel.fit([workload_of(p, study) for p in fitted], [p.result for p in fitted], len(held_out))
 
     def errors(chosen: list[Point]) -> list[float]:
         predicted = [sum(model.predict(workload_of(p, study)).values()) for p in chosen]

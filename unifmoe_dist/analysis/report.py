@@ -29,6 +29,8 @@ def write_report(runs: Path, output: Path) -> str:
             page.append(markdown(table))
             if plot_table(table, results, output / f"{table.name}.png"):
                 page.append(f"![{table.title}]({table.name}.png)")
+                if (output / f"{table.name}-scores.png").exists():
+                    page.append(f"![{table.title}: scores]({table.name}-scores.png)")
         page.append(missing_runs(results))
         text = "\n\n".join(part for part in page if part)
         write_text(output / "report.md", text + "\n")

@@ -11,7 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
-from matplotlib.ticker import FuncFormatter, NullLocator  # noqa: E402
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator  # noqa: E402
 
 from unifmoe_dist.analysis.report_tables import HERE, PAPER, Table, planned_methods, study_value  # noqa: E402
 from unifmoe_dist.analysis.results import Result, average, cell  # noqa: E402
@@ -42,9 +42,9 @@ def plot_table(table: Table, results: Sequence[Result], path: Path) -> bool:
         figure = _studies(results, TABLES[table.name].tasks, study, table.title)
     elif table.name in ("digits", "acceptability"):
         figure = _comparison(results, table.name)
-        _panels(table).savefig(path.with_name(f"{path.stem}-scores.png"), dpi=150)
+        _panels(table, results).savefig(path.with_name(f"{path.stem}-scores.png"), dpi=150)
     else:
-        figure = _panels(table)
+        figure = _panels(table, results)
     figure.savefig(path, dpi=150)
     plt.close("all")
     return True
@@ -53,15 +53,15 @@ def plot_table(table: Table, results: Sequence[Result], path: Path) -> bool:
 # -- scores, one panel to a column ------------------------------------------------------------------------------------
 
 
-def _panels(table: Table) -> Any:
+def _panels(table: Table, results: Sequence[Result]) -> Any:
     rows = [row for row in table.rows if row.source == HERE]
     paper = {row.method: row for row in table.rows if row.source == PAPER}
     columns = table.columns[: table.scores]
     wide = min(len(columns), 4)
     high = -(-len(columns) // wide)
     figure, axes = plt.subplots(
-        high, wide, figsize=(1.6 + 2.7 * wide, high * (0.9 + 0.23 * len(rows))), squeeze=False, sharey=True,
-        layout="constrained",
+        high, wide, figsize=(1.6 + 2.7 * wide, 0.8 + high * (0.8 + max(1.0, 0.23 * len(rows)))), squeeze=False,
+        sharey=True, layout="constrained",
     )  # fmt: skip
     for number, axis in enumerate(axes.flat):
         if number >= len(columns):
@@ -84,7 +84,9 @@ def _panels(table: Table) -> Any:
         axis.set_xlabel("score (%)", fontsize=8)
         axis.tick_params(axis="x", labelsize=8)
         _tidy(axis)
-    handles = [Line2D([], [], marker="o", ls="", color="black", ms=5, label="here: mean and deviation over seeds")]
+    several = _seeds(results, TABLES[table.name].tasks) > 1
+    label = "here: mean and deviation over seeds" if several else "here: 1 seed"
+    handles = [Line2D([], [], marker="o", ls="", color="black", ms=5, label=label)]
     if paper:
         handles.append(Line2D([], [], marker="D", ls="", color="grey", mfc="white", ms=4, label="the paper"))
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
@@ -115,9 +117,9 @@ def _comparison(results: Sequence[Result], task: str) -> Any:
     limits = [axis.get_ylim() for axis in panels]
     for axis in panels:  # one scale, so that effects can be compared
         axis.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
-    seeds = len({r.seed for r in results if r.task == task})
+    seeds = _seeds(results, [task])
     figure.suptitle(
-        f"{BENCHMARKS[task].title}: mean and standard deviation over {seeds} seed{'s' if seeds > 1 else ''}"
+        f"{BENCHMARKS[task].title}: {f'mean and standard deviation over {seeds} seeds' if seeds > 1 else '1 seed'}"
         + (", small print: $C_B / B$, dense FFNs per token" if small else ""), fontsize=11,
     )  # fmt: skip
     return figure
@@ -262,7 +264,17 @@ def _colour(method: str) -> str:
     return _COLOURS["static" if over_standard else find_method(method).family]
 
 
+def _seeds(results: Sequence[Result], tasks: Sequence[str]) -> int:
+    return len({r.seed for r in results if r.task in tasks})
+
+
 def _log_axis(axis: Any, values: Sequence[float]) -> None:
+    """A logarithmic axis; a linear one where the values are so close that few powers of 2 lie among them."""
+    if values and max(values) < 3 * min(values):
+        margin = max(0.25 * (max(values) - min(values)), 0.05 * max(values))
+        axis.set_xlim(min(values) - margin, max(values) + margin)
+        axis.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+        return
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
     axis.xaxis.set_minor_locator(NullLocator())

@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
-from matplotlib.ticker import FuncFormatter, NullLocator  # noqa: E402
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator  # noqa: E402
 
 from unifmoe_dist.analysis.cost_model import PARTS_OF_TERM, Check, Cluster, Prediction, workload_of  # noqa: E402
 from unifmoe_dist.analysis.scaling import Point  # noqa: E402
@@ -95,14 +95,9 @@ def _figure(points: list[Point], study: Study, path: Path) -> Path:
     _axes(memory, experts, "MB per rank", "Peak memory of training")
     _axes(volume, experts, "KB per token and layer", "Bytes between ranks, forward + backward")
     speed.legend(frameon=False)
-    handles = [Line2D([], [], color=style[n]["color"], lw=1.6, label=f"{n} ranks") for n in ranks if n > 1]
-    handles += [
-        Line2D([], [], color="grey", marker="o", ms=5, label="sent"),
-        Line2D([], [], color="black", marker="x", ls="", ms=7, label="least possible"),
-        Line2D([], [], color="grey", ls="--", label="Tutel, padded"),
-    ]
-    if len(ranks) > 1:
-        volume.legend(handles=handles, frameon=False, fontsize=9)
+    several = [n for n in ranks if n > 1]
+    if several:
+        _volume_legend(volume, {n: style[n] for n in several})
     _bars(figure.add_subplot(grid[1, :]), points, experts, ranks)
     busy = max(p.result.contention for p in points)
     note = f" (up to {busy:g} CPU threads per core)" if busy > 1 else ""
@@ -118,24 +113,39 @@ def _figure(points: list[Point], study: Study, path: Path) -> Path:
     return path
 
 
+def _volume_legend(axis: Any, style: dict[int, dict[str, Any]]) -> None:
+    """What each line style counts, below the axes; drawn in the curves' own colour where there is one."""
+    only = next(iter(style.values())) if len(style) == 1 else None
+    colour, marker = (only["color"], only["marker"]) if only else ("grey", "o")
+    handles = [
+        Line2D([], [], color=colour, marker=marker, ms=5, label="sent"),
+        Line2D([], [], color="black", marker="x", ls="", ms=7, label="least possible"),
+        Line2D([], [], color=colour, ls="--", label="Tutel, padded"),
+    ]
+    title = f"{next(iter(style))} ranks" if only else "line style (colours: ranks, as in Throughput)"
+    axis.legend(handles=handles, title=title, ncols=3, frameon=False, fontsize=9, title_fontsize=9, columnspacing=1.2,
+                loc="upper center", bbox_to_anchor=(0.5, -0.15))  # fmt: skip
+
+
 def _axes(axis: Any, experts: list[int], ylabel: str, title: str) -> None:
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xticks(experts, [str(k) for k in experts])
     axis.xaxis.set_minor_locator(NullLocator())
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}" if v >= 10 else f"{v:g}"))
-    _narrow_log_ticks(axis)
+    _log_ticks(axis.yaxis, *axis.get_ylim())
     axis.set(xlabel="residual experts K", ylabel=ylabel, title=title)
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.25, which="both")
 
 
-def _narrow_log_ticks(axis: Any) -> None:
-    """Ticks at 1, 2, 5 per decade: a range below two decades would show one label."""
-    low, high = axis.get_ylim()
-    ticks = [m * 10.0**e for e in range(-6, 13) for m in (1, 2, 5)]
-    axis.set_yticks([t for t in ticks if low <= t <= high])
-    axis.yaxis.set_minor_locator(NullLocator())
+def _log_ticks(axis: Any, low: float, high: float) -> None:
+    """Labelled ticks at 1, 2, 5 per decade, or evenly spaced ones where too few of these lie in the range."""
+    ticks = [t for e in range(-6, 13) for m in (1, 2, 5) if low <= (t := m * 10.0**e) <= high]
+    if len(ticks) < 3:
+        ticks = [t for t in MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(low, high) if low <= t <= high]
+    axis.set_major_locator(FixedLocator(ticks))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.10g}"))
 
 
 def _bars(axis: Any, points: list[Point], experts: list[int], ranks: list[int]) -> None:
@@ -163,8 +173,9 @@ def _bars(axis: Any, points: list[Point], experts: list[int], ranks: list[int]) 
     axis.set_xlim(-0.6, len(experts) - 0.4)
     axis.set(ylabel="ms per step", title="Where a step goes (mean over ranks; dispatch and all-reduce include waiting)")
     axis.legend(
-        handles=[plt.Rectangle((0, 0), 1, 1, color=_COLOURS[p], label=_LABELS[p]) for p in reversed(PARTS)],
-        frameon=False, loc="upper left", ncols=2,
+        handles=[plt.Rectangle((0, 0), 1, 1, color=_COLOURS[p], label=_LABELS[p]) for p in PARTS],
+        frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=len(PARTS), fontsize=9.5,
+        columnspacing=1.2,
     )  # fmt: skip
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.25, axis="y")
@@ -188,8 +199,7 @@ def plot_check(result: Check, study: Study, path: Path) -> Path:
     axis.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), xlabel="measured step (ms)",
              ylabel="predicted step (ms)", title="Cost model")  # fmt: skip
     for ax in (axis.xaxis, axis.yaxis):
-        ax.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
-        ax.set_minor_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}" if f"{v:e}"[0] in "25" else ""))
+        _log_ticks(ax, low, high)
     axis.legend(frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)

@@ -40,6 +40,7 @@ deepspeed = {
 options = TrainingArguments(
     "runs/transformers-trainer", max_steps=10, per_device_train_batch_size=16, learning_rate=5e-5,
     deepspeed=deepspeed, logging_steps=5, save_strategy="no", report_to="none",
+    average_tokens_across_devices=False,  # the loss is a mean over sentences; else it counts once for every rank
     use_cpu=get_accelerator().device_name() == "cpu",  # without it, several CPU ranks would not find each other
 )  # fmt: skip
 trainer = GramTrainer(model, options, train_dataset=rows, processing_class=tokenizer)

@@ -148,7 +148,7 @@ def test_nothing_is_written_outside(kind, tmp_path):
             if "link" in kind:
                 info.type, info.linkname = tarfile.SYMTYPE, "/etc"
             target.addfile(info, io.BytesIO())
-    with pytest.raises(UserError, match="leads outside|must not be unpacked|no data set needs"):
+    with pytest.raises(UserError, match="leads outside"):
         unpack(archive, tmp_path / "in", progress=False)
     assert not (tmp_path / "outside").exists()
 

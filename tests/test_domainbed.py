@@ -65,7 +65,7 @@ def test_environments_have_names_folders_and_indices(name, held_out, index):
 @pytest.mark.parametrize("bad", ["Arts", "", "4", -1, 4, True, "rot75"])
 def test_an_unknown_environment_lists_the_choices(bad):
     with pytest.raises(
-        UserError, match="choose one of Art, Cartoon, Photo, Sketch, or an index from 0 to 3"
+        UserError, match="give --data.held_out one of Art, Cartoon, Photo, Sketch, or an index from 0 to 3"
     ) as caught:
         BENCHMARKS["pacs"].environment_index(bad)
     assert repr(bad) in str(caught.value)

@@ -293,7 +293,7 @@ FILE, SYMBOLIC, HARD = tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE
 )  # fmt: skip
 def test_a_tar_stays_in_its_folder(members, tmp_path):
     (tmp_path / "victim").write_text("mine")
-    with pytest.raises(UserError, match="must not be unpacked|no data set needs"):
+    with pytest.raises(UserError, match="no data set needs"):
         archives.unpack(tar(tmp_path / "a.tar", *members), tmp_path / "in", progress=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tar", "in", "victim"]
     assert (tmp_path / "victim").read_text() == "mine"

@@ -42,9 +42,9 @@ def plot_table(table: Table, results: Sequence[Result], path: Path) -> bool:
         figure = _studies(results, TABLES[table.name].tasks, study, table.title)
     elif table.name in ("digits", "acceptability"):
         figure = _comparison(results, table.name)
-        _panels(table, results).savefig(path.with_name(f"{path.stem}-scores.png"), dpi=150)
+        _panels(table).savefig(path.with_name(f"{path.stem}-scores.png"), dpi=150)
     else:
-        figure = _panels(table, results)
+        figure = _panels(table)
     figure.savefig(path, dpi=150)
     plt.close("all")
     return True
@@ -53,7 +53,7 @@ def plot_table(table: Table, results: Sequence[Result], path: Path) -> bool:
 # -- scores, one panel to a column ------------------------------------------------------------------------------------
 
 
-def _panels(table: Table, results: Sequence[Result]) -> Any:
+def _panels(table: Table) -> Any:
     rows = [row for row in table.rows if row.source == HERE]
     paper = {row.method: row for row in table.rows if row.source == PAPER}
     columns = table.columns[: table.scores]
@@ -84,7 +84,7 @@ def _panels(table: Table, results: Sequence[Result]) -> Any:
         axis.set_xlabel("score (%)", fontsize=8)
         axis.tick_params(axis="x", labelsize=8)
         _tidy(axis)
-    several = _seeds(results, TABLES[table.name].tasks) > 1
+    several = any(entry.deviation is not None for row in rows for entry in row.entries)
     label = "here: mean and deviation over seeds" if several else "here: 1 seed"
     handles = [Line2D([], [], marker="o", ls="", color="black", ms=5, label=label)]
     if paper:

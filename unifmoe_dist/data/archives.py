@@ -10,10 +10,13 @@ import tarfile
 import zipfile
 import zlib
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from tqdm import tqdm
 
 from unifmoe_dist.errors import UserError
+
+_FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 
 MOST_GROWTH = 50
 """Unpacked bytes per packed byte beyond which an archive is taken for a bomb; images hardly shrink, so theirs is about
@@ -44,10 +47,6 @@ def unpack(archive: Path, folder: Path, progress: bool = True) -> None:
             _unpack_tar(archive, folder, progress)
         else:
             raise UserError(f"{archive} is neither a zip nor a tar file; download it again.")
-    except tarfile.FilterError as error:
-        raise UserError(
-            f"{archive} holds what must not be unpacked ({error}); get it from its official source."
-        ) from error
     except (zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, EOFError) as error:
         raise UserError(f"{archive} is damaged ({error}); download it again.") from error
     except RuntimeError as error:  # zipfile's word for encryption, and for compression that it does not know
@@ -77,13 +76,15 @@ def _unpack_tar(archive: Path, folder: Path, progress: bool) -> None:
     budget = _Budget(archive, folder)
     with tarfile.open(archive) as source:  # one pass: a compressed tar has no index
         for member in tqdm(source, desc=archive.name, unit=" files", disable=not progress):
-            if member.issym():  # older Pythons' filter can be deceived by them (CVE-2025-4517)
+            # tarfile's own filter is missing before Python 3.11.4, and links can deceive it (CVE-2025-4517).
+            if not (member.isreg() or member.isdir()) or ".." in PurePosixPath(member.name).parts:
                 raise UserError(
-                    f"{archive} holds {member.name!r}, a link, which no data set needs; get it from its official "
-                    "source."
+                    f"{archive} holds {member.name!r}, a link or special file or what leads outside, which no data set "
+                    "needs; get it from its official source."
                 )
             budget.take(member.size)
-            source.extract(member, folder, filter="data")
+            member.name = member.name.lstrip("/")
+            source.extract(member, folder, set_attrs=False, **_FILTER)
 
 
 class _Budget:

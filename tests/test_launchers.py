@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from unifmoe_dist.engine import launchers
+from unifmoe_dist.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 LAUNCHER_PREFIXES = ("OMPI_", "PMI", "SLURM_", "MPI_")
@@ -80,9 +82,71 @@ def test_no_launcher_is_one_rank(bare):
 
 
 def test_torch_variables_win(bare):
-    bare.update(RANK="3", LOCAL_RANK="1", WORLD_SIZE="4", SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_STEP_NUM_TASKS="1")
+    bare.update(RANK="3", LOCAL_RANK="1", WORLD_SIZE="4", MASTER_ADDR="node0", MASTER_PORT="29500")
+    bare.update(SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_STEP_NUM_TASKS="1")
     launchers.identify()
     assert (bare["RANK"], bare["WORLD_SIZE"]) == ("3", "4")
+
+
+def test_kubeflow_and_people_leave_out_the_local_rank(tmp_path):
+    """Without LOCAL_RANK DeepSpeed would ask MPI who this process is, whether an MPI library is there or not."""
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text("raise ImportError('MPI was asked')")
+    processes, port = [], launchers.free_port()
+    for rank in range(2):
+        names = dict(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        environment = clean_environment(**names)
+        environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{environment['PYTHONPATH']}"
+        command = [sys.executable, "-c", PROGRAM]
+        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert joined("".join(outputs)) == EXPECTED
+
+
+@pytest.mark.parametrize("gpus,here,local", [(0, None, "0"), (4, None, "1"), (8, None, "5"), (0, "3", "2")])
+def test_a_local_rank_is_found(bare, monkeypatch, gpus, here, local):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    bare.update(RANK="5", WORLD_SIZE="8", MASTER_ADDR="node0", MASTER_PORT="29500")
+    if here is not None:
+        bare["LOCAL_WORLD_SIZE"] = here
+    launchers.identify()
+    assert bare["LOCAL_RANK"] == local
+
+
+MEETING = dict(MASTER_ADDR="node0", MASTER_PORT="29500")
+
+
+@pytest.mark.parametrize(
+    "names,sentence",
+    [
+        (dict(RANK="0"), "RANK is 0, but WORLD_SIZE is not set; set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"),
+        (dict(WORLD_SIZE="2"), "WORLD_SIZE is 2, but RANK is not set"),
+        (dict(RANK="one", WORLD_SIZE="2"), "RANK must be a whole number of at least 0, not 'one'"),
+        (dict(RANK="", WORLD_SIZE="2"), "RANK must be a whole number of at least 0, not ''"),
+        (dict(RANK="-1", WORLD_SIZE="2"), "RANK must be a whole number of at least 0, not '-1'"),
+        (dict(RANK="0", WORLD_SIZE="0"), "WORLD_SIZE must be a whole number of at least 1, not '0'"),
+        (dict(RANK="2", WORLD_SIZE="2"), "RANK 2 must be below WORLD_SIZE 2"),
+        (dict(RANK="0", WORLD_SIZE="2"), "RANK and WORLD_SIZE are set, but MASTER_ADDR and MASTER_PORT not"),
+        (dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="node0"), "but MASTER_PORT not"),
+        (dict(RANK="0", WORLD_SIZE="2", **{**MEETING, "MASTER_PORT": "http"}), "MASTER_PORT must be a whole number"),
+        (dict(RANK="0", WORLD_SIZE="2", **{**MEETING, "MASTER_PORT": "70000"}), "MASTER_PORT 70000 must be at most"),
+        (dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="x", **MEETING), "LOCAL_RANK must be a whole number"),
+        (dict(RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="x", **MEETING), "LOCAL_WORLD_SIZE must be a whole number"),
+    ],
+)  # fmt: skip
+def test_what_does_not_belong_together_is_one_sentence(bare, names, sentence):
+    bare.update(names)
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        launchers.identify()
+
+
+def test_a_rank_that_is_no_number_is_told_as_such():
+    """The end of a failing job reads the rank as well."""
+    command = [sys.executable, str(ROOT / "launch" / "train.py"), "--estimate"]
+    done = subprocess.run(command, env=clean_environment(RANK="one", WORLD_SIZE="2"), capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: RANK must be"), done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_mpi_inside_slurm_counts_as_mpi(bare):

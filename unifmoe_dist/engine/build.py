@@ -15,6 +15,7 @@ from unifmoe_dist.config import GlueName, TrainConfig
 from unifmoe_dist.data.base import TaskData
 from unifmoe_dist.data.benchmarks import BENCHMARKS
 from unifmoe_dist.data.encoders import GLUE_BACKBONE, Encoder
+from unifmoe_dist.engine import compiling
 from unifmoe_dist.engine.ranks import Ranks
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling import moe_layers, upcycle
@@ -189,7 +190,8 @@ def build_optimizer(config: TrainConfig, model: nn.Module, ranks: Ranks) -> torc
         # Compiled at first use, and several times as fast on a CPU as torch's.
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        return DeepSpeedCPUAdam(groups, lr=optim.lr, betas=optim.betas, adamw_mode=optim.name == "adamw")
+        with compiling.announced(compiling.CPU_ADAM):
+            return DeepSpeedCPUAdam(groups, lr=optim.lr, betas=optim.betas, adamw_mode=optim.name == "adamw")
     kind = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
     return kind(groups, lr=optim.lr, betas=optim.betas)
 

@@ -76,8 +76,8 @@ def leave_for(error: BaseException) -> NoReturn:
     if notice is not None:
         _leave_with(notice)
     status, message = _describe(error)
-    rank = int(os.environ.get("RANK", "0"))
-    earlier = _claim(rank, message) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+    rank = _from_environment("RANK", 0)
+    earlier = _claim(rank, message) if _from_environment("WORLD_SIZE", 1) > 1 else None
     _speaking.acquire()
     if earlier is None:
         whole = message if isinstance(error, (UserError, KeyboardInterrupt)) else f"rank {rank} failed: {message}"
@@ -90,6 +90,14 @@ def leave_for(error: BaseException) -> NoReturn:
         print(f"rank {rank} stops because rank {earlier['rank']} failed{own}", file=sys.stderr, flush=True)
     time.sleep(LINGER_SECONDS)
     _exit(status)
+
+
+def _from_environment(name: str, default: int) -> int:
+    """A launcher's variable; that it is no number may be the very mistake to tell of."""
+    try:
+        return int(os.environ.get(name, default))
+    except ValueError:
+        return default
 
 
 def _describe(error: BaseException) -> tuple[int, str]:

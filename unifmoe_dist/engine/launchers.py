@@ -1,7 +1,7 @@
-"""Which process of the job this is, whatever started it: deepspeed, torchrun, mpirun, srun or nothing.
+"""Which process of the job this is, whatever started it: deepspeed, torchrun, mpirun, srun, Kubeflow or nothing.
 
 Everything downstream reads torch's own variables (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). deepspeed
-and torchrun set all of them; for the others they are filled in here.
+and torchrun set all of them, Kubeflow and people all but LOCAL_RANK; what is lacking is filled in here.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ _MPI = (
 )
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")  # set by srun, not in a batch script
 _TORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+_MASTER = ("MASTER_ADDR", "MASTER_PORT")
+_ADVICE = (
+    "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every process of a job, or for a job of one process "
+    "unset them."
+)
 
 
 def _started_by(variables: tuple[str, str, str]) -> bool:
@@ -31,14 +36,49 @@ def identify() -> None:
     """Set RANK, LOCAL_RANK and WORLD_SIZE from the launcher's own variables; a lone process is a job of one rank.
 
     Cheap: it touches no process group, so it may run before options are checked.
+
+    Raises:
+        UserError: variables are set that contradict each other, are no numbers, or lack one that belongs to them.
     """
-    if "RANK" in os.environ:
+    if "RANK" not in os.environ:
+        for variables in (*_MPI, _SLURM):
+            if _started_by(variables):
+                os.environ.update({ours: os.environ[theirs] for ours, theirs in zip(_TORCH, variables, strict=True)})
+                return
+        if "WORLD_SIZE" in os.environ and _number("WORLD_SIZE", 1) > 1:
+            raise UserError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but RANK is not set; {_ADVICE}")
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
         return
-    for variables in (*_MPI, _SLURM):
-        if _started_by(variables):
-            os.environ.update({ours: os.environ[theirs] for ours, theirs in zip(_TORCH, variables, strict=True)})
-            return
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    if "WORLD_SIZE" not in os.environ:
+        raise UserError(f"RANK is {os.environ['RANK']}, but WORLD_SIZE is not set; {_ADVICE}")
+    rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
+    if rank >= size:
+        raise UserError(f"RANK {rank} must be below WORLD_SIZE {size}; {_ADVICE}")
+    if size > 1 and (absent := [name for name in _MASTER if not os.environ.get(name)]):
+        raise UserError(f"RANK and WORLD_SIZE are set, but {' and '.join(absent)} not; {_ADVICE}")
+    if "MASTER_PORT" in os.environ and _number("MASTER_PORT", 1) > 65535:
+        raise UserError(f"MASTER_PORT {os.environ['MASTER_PORT']} must be at most 65535; {_ADVICE}")
+    if "LOCAL_RANK" in os.environ:
+        _number("LOCAL_RANK", 0)
+    else:
+        os.environ["LOCAL_RANK"] = str(rank % _ranks_here())
+
+
+def _number(name: str, least: int) -> int:
+    """A variable as a whole number of at least `least`."""
+    text = os.environ[name]
+    if not (text.isascii() and text.isdecimal()) or int(text) < least:
+        raise UserError(f"{name} must be a whole number of at least {least}, not {text!r}; {_ADVICE}")
+    return int(text)
+
+
+def _ranks_here() -> int:
+    """Ranks that share this host, where LOCAL_RANK does not tell: consecutive ones, each with a GPU of its own."""
+    import torch
+
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return _number("LOCAL_WORLD_SIZE", 1)
+    return torch.cuda.device_count() or 1
 
 
 def find_master() -> None:

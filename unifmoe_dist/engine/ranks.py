@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from unifmoe_dist.config import ParallelConfig
-from unifmoe_dist.engine import failure, launchers, network, rendezvous
+from unifmoe_dist.engine import compiling, failure, launchers, network, rendezvous
 from unifmoe_dist.errors import UserError
 
 
@@ -122,7 +122,8 @@ def running_ranks(
                 backend, store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
                 timeout=timeout, device_id=device if cuda else None,
             )  # fmt: skip
-        deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
+        with compiling.announced(compiling.SHARED_MEMORY):
+            deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
     except (dist.DistError, RuntimeError) as error:
         raise _not_joined(error, timeout_s) from error
     place = Ranks(dist.get_rank(), dist.get_world_size(), device)

@@ -44,12 +44,12 @@ def plan_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str
 
 def plan(config: TrainConfig, options: argparse.Namespace) -> None:
     """Print what a run takes, as it is configured and under every ZeRO stage, offloading and gradient checkpointing."""
-    if int(os.environ.get("RANK", "0")):
+    ranks = world_size_from_environment()
+    if os.environ["RANK"] != "0":
         return
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # notes on the model would stand between the tables
     warnings.simplefilter("ignore", FutureWarning)
     nodes = options.num_nodes or 1
-    ranks = world_size_from_environment()
     least = max(ranks, config.expert_parallel_size(ranks))
     per_node = options.num_gpus_per_node or least // nodes or 1
     gpu = options.estimate_device != "cpu"

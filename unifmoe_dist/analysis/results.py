@@ -102,7 +102,7 @@ def _read(folder: Path) -> Result:
         if not path.is_file():
             return planned
         summary = json.loads(path.read_text())
-        options = yaml.load((folder / "config.yaml").read_text(), Loader=yaml.CSafeLoader)
+        options = yaml.load((folder / "config.yaml").read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
         model, optim = options["model"], options["optim"]
         return Result(
             planned.task, planned.held_out, planned.method, planned.seed, planned.lr, folder,

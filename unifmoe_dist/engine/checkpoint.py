@@ -48,7 +48,7 @@ EXTRA = "algorithm"
 def write_text(path: Path, text: str) -> None:
     """Replace a file in one step: a reader sees the old text or the new, never a part, even after a power failure."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")  # whatever the locale: reports hold Greek letters
     flush(temporary)
     os.replace(temporary, path)
     flush(path.parent)

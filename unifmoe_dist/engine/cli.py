@@ -14,7 +14,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_s
 
 from unifmoe_dist import shipped
 from unifmoe_dist.config import TrainConfig
-from unifmoe_dist.engine import failure
+from unifmoe_dist.engine import failure, terminal
 from unifmoe_dist.engine.option_errors import one_sentence
 from unifmoe_dist.engine.restart import resumes
 from unifmoe_dist.errors import UserError
@@ -116,6 +116,7 @@ def run_main(main: Callable[[Sequence[str]], None]) -> None:
     Any other error prints its traceback and exits with status 1 at once, and takes the other ranks down instead of
     letting them wait for this one. Where nobody reads on, as after `| head`, a command ends without a word.
     """
+    terminal.prepare()
     try:
         try:
             main(sys.argv[1:])

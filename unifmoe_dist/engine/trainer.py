@@ -458,11 +458,19 @@ class Trainer:
 
             summary["linear_baseline_accuracy"] = linear_baseline(self.task)
         if self.ranks.rank == 0:
+            checkpoint.write_text(self.folder / "summary.json", json.dumps(summary, indent=1))
+            self._plot()
+        return summary
+
+    def _plot(self) -> None:
+        """Draw the run's plots; a run that has finished does not fail for want of them."""
+        try:
             from unifmoe_dist.analysis.training_plots import plot_run
 
-            checkpoint.write_text(self.folder / "summary.json", json.dumps(summary, indent=1))
             plot_run(self.folder)
-        return summary
+        except Exception as error:  # a backend of matplotlib, fonts, the disk
+            why = " ".join(str(error).split())
+            tqdm.write(f"warning: the plots could not be drawn ({why}); everything else is saved", file=sys.stderr)
 
     def _evaluate(self, datasets: list) -> Score:
         data = self.config.data

@@ -50,7 +50,7 @@ def state_of(run: Run) -> State:
     if not path.is_file():
         return State.NEW
     try:
-        saved = _flat(yaml.load(path.read_text(), Loader=yaml.CSafeLoader))
+        saved = _flat(yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader))
     except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
         raise UserError(f"{path} is not the configuration of a run; delete {run.folder} or move it away.") from error
     planned, default = _flat(_plain(run.config)), _flat(_plain(TrainConfig()))

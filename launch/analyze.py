@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unifmoe_dist.engine.cli import run_main
+from unifmoe_dist.engine.options import OptionParser
 from unifmoe_dist.errors import UserError
 
 
@@ -51,10 +52,8 @@ def main(arguments: Sequence[str]) -> None:
     print(write_report(runs, options.output or options.run / default, wanted, command))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="analyze.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def _parser() -> OptionParser:
+    parser = OptionParser("analyze.py", description=__doc__)
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--output", type=Path, help="folder of the report (RUN/analysis)")
     parser.add_argument("--checkpoint", default="best", help="best, latest or step-N (default: best)")

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from unifmoe_dist.engine.cli import run_main
+from unifmoe_dist.engine.options import OptionParser
 from unifmoe_dist.errors import UserError
 
 SHAPES = ("vision", "language", "vision-uniform", "language-uniform")
@@ -26,7 +27,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     Raises:
         UserError: a number that must be above 0 is not.
     """
-    parser = argparse.ArgumentParser(description="Time one layer beside the dense FFN and its peers, interleaved.")
+    parser = OptionParser("benchmark.py", description="Time one layer beside the dense FFN and its peers, interleaved.")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, metavar="NAME",
                         help=f"the paper's layers, at its C_B or with routers as they start: {', '.join(SHAPES)} "
                         "(default: all on a GPU, the vision ones on the CPU)")  # fmt: skip
@@ -45,6 +46,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):
             raise UserError(f"--{name} must be above 0 and finite, not {value}.")
+    if options.batch is not None and options.models is None:
+        raise UserError("--batch belongs to --models, which is not given; --tokens sets the size of --shapes.")
+    if options.tokens is not None and options.shapes is None and (options.models is not None or options.sweep):
+        raise UserError("--tokens belongs to --shapes, which is not given; --batch sets the size of --models.")
     return options
 
 

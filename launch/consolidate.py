@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from unifmoe_dist.engine.cli import run_main
+from unifmoe_dist.engine.options import OptionParser
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description="Write a run's checkpoint as one plain safetensors file.")
+    parser = OptionParser("consolidate.py", description="Write a run's checkpoint as one plain safetensors file.")
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--output", type=Path, required=True, help="file to write")
     parser.add_argument("--checkpoint", default="best", help="best, latest or step-N (default: best)")

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from unifmoe_dist.data.benchmarks import BENCHMARKS, Benchmark
 from unifmoe_dist.engine.cli import run_main
+from unifmoe_dist.engine.options import OptionParser
 from unifmoe_dist.errors import UserError
 
 
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(description="Prepare and verify DomainBed's image data sets.", allow_abbrev=False)
+def parser() -> OptionParser:
+    result = OptionParser("data.py", description="Prepare and verify DomainBed's image data sets.")
     commands = result.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser(
         "prepare",

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 try:
     from unifmoe_dist.engine.cli import run_main
     from unifmoe_dist.engine.doctor import examine
+    from unifmoe_dist.engine.options import OptionParser
 except ImportError as error:
     sys.exit(f"error: {error}; run `make setup` and `source .venv/bin/activate`.")
 
@@ -20,7 +20,7 @@ SIGNS = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description="Check this environment; exit status 1 if training cannot work.")
+    parser = OptionParser("doctor.py", description="Check this environment; exit status 1 if training cannot work.")
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder of data sets (default: data)")
     parser.add_argument("--json", action="store_true", help="print the findings as one JSON list")
     options = parser.parse_args(arguments)

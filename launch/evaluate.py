@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unifmoe_dist.engine.cli import load_train_config, run_main
+from unifmoe_dist.engine.options import OptionParser
 from unifmoe_dist.engine.ranks import running_ranks, seed_everything
 from unifmoe_dist.errors import UserError
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description="Score a saved run on its test or validation data.")
+    parser = OptionParser("evaluate.py", description="Score a saved run on its test or validation data.")
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--checkpoint", default="best", help="best, latest or step-N (default: best)")
     parser.add_argument("--split", choices=("test", "validation"), default="test", help="which data")

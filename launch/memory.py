@@ -9,32 +9,32 @@ Trains three steps of each on made-up items, in new processes. `launch/train.py 
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from unifmoe_dist.engine.cli import parse_train_config, run_main
+from unifmoe_dist.engine.options import OptionParser
 from unifmoe_dist.errors import UserError
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="memory.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--ranks", type=int, default=1, help="world size, of a configuration that is given (1)")
+    parser = OptionParser("memory.py", description=__doc__)
+    parser.add_argument("--ranks", type=int, help="world size, of a configuration that is given (1)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank (1)")
     options, words = parser.parse_known_args(arguments)
     for name in ("ranks", "threads"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name} must be at least 1, not {getattr(options, name)}.")
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise UserError(f"--{name} must be at least 1, not {value}.")
+    if options.ranks is not None and not words:
+        raise UserError("--ranks is for a configuration that is given; the settings without one have their own.")
     from unifmoe_dist.analysis.memory.cases import cases
     from unifmoe_dist.analysis.memory.measure import check
 
     print("| setting | ranks | estimated (MiB) | measured (MiB) | ratio |")
     print("| --- | ---: | ---: | ---: | ---: |", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        chosen = [("as given", parse_train_config(words), options.ranks)] if words else [
+        chosen = [("as given", parse_train_config(words), options.ranks or 1)] if words else [
             (case.name, case.config(), case.ranks) for case in cases(Path(folder))
         ]  # fmt: skip
         for name, config, ranks in chosen:

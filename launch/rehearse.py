@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -13,12 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unifmoe_dist.engine.cli import run_main
+from unifmoe_dist.engine.options import OptionParser
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.rehearsal.scenarios import SCENARIOS, Rehearsal
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
+        "rehearse.py",
         description="Train over two hosts made of Linux namespaces, and pull a cable, kill a host or slow the network. "
         "Needs Linux, util-linux and iproute2; root, or unprivileged user namespaces."
     )
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     for name in options.scenarios:
         if name not in SCENARIOS:
-            parser.error(f"there is no scenario {name!r}; choose among {', '.join(SCENARIOS)}")
+            raise UserError(f"there is no scenario {name!r}; choose among {', '.join(SCENARIOS)}.")
     if os.geteuid() != 0 and shutil.which("unshare"):  # become root of a user namespace, which nobody else sees
         words = ["unshare", "--map-root-user", "--net", "--mount"]
         tried = subprocess.run([*words, "true"], capture_output=True, text=True)

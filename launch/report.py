@@ -6,17 +6,15 @@ Writes FOLDER/report/: report.md with every table, plot and missing run, and for
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from unifmoe_dist.engine.cli import run_main
+from unifmoe_dist.engine.options import OptionParser
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="report.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = OptionParser("report.py", description=__doc__)
     parser.add_argument("folder", type=Path, help="--output of launch/sweep.py")
     parser.add_argument("--output", type=Path, help="folder of the report (FOLDER/report)")
     options = parser.parse_args(arguments)

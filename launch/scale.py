@@ -16,13 +16,17 @@ from typing import get_args, get_type_hints
 from unifmoe_dist.config import ParallelConfig
 from unifmoe_dist.dispatch import DISPATCHERS
 from unifmoe_dist.engine.cli import run_main
+from unifmoe_dist.engine.options import OptionParser
 from unifmoe_dist.errors import UserError
 
+PREDICTION = (
+    "predict", "nodes", "gpus_per_node", "node_gbps", "link_gbps", "node_latency_us", "link_latency_us",
+)  # fmt: skip
+"""What --predict takes."""
 
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
-        prog="scale.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+
+def parser() -> OptionParser:
+    result = OptionParser("scale.py", description=__doc__)
     sweep = result.add_argument_group("sweep: all combinations are measured; a re-run measures what is missing")
     for name, default, text in (
         ("--experts", [2, 4, 8, 16, 32, 64], "residual experts K (2 to 64)"),
@@ -56,7 +60,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> None:
-    options = parser().parse_args(arguments)
+    known = parser()
+    options = known.parse_args(arguments)
     if options.volume:
         if others := [word for word in arguments if word != "--volume"]:
             raise UserError(f"--volume takes no other option: {' '.join(others)} would change nothing; leave it out.")
@@ -64,8 +69,11 @@ def main(arguments: Sequence[str]) -> None:
 
         print(format_volume_table(volume_table()))
     elif options.predict is not None:
+        known.refuse_others(arguments, PREDICTION, "--predict reads a sweep that was measured before")
         predict(options)
     else:
+        if flags := " ".join(flag for name, flag in known.given(arguments).items() if name in PREDICTION):
+            raise UserError(f"{flags} belongs to --predict RUN, which is not given; add it, or leave {flags} out.")
         sweep(options)
 
 

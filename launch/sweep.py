@@ -24,15 +24,14 @@ from pathlib import Path
 from unifmoe_dist import shipped
 from unifmoe_dist.baselines.tables import BENCHMARKS, SEEDS, TABLES
 from unifmoe_dist.engine.cli import parse_train_config, run_main
+from unifmoe_dist.engine.options import OptionParser
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.sweep.plan import Run, Selection, expand
 from unifmoe_dist.sweep.run_folder import State, state_of
 
 
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
-        prog="sweep.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def parser() -> OptionParser:
+    result = OptionParser("sweep.py", description=__doc__)
     what = result.add_argument_group("what to run: a table, a part of one, or a grid of its own")
     what.add_argument("--table", choices=TABLES, help="the runs of a table or figure of the paper")
     what.add_argument("--config", type=Path, help="base configuration, in place of the data sets' own")

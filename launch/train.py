@@ -9,12 +9,13 @@ from pathlib import Path
 
 from unifmoe_dist.analysis.memory.command import plan, plan_options
 from unifmoe_dist.engine.cli import parse_train_config, run_main
+from unifmoe_dist.engine.options import program
 from unifmoe_dist.engine.ranks import running_ranks, world_size_from_environment
 
 
 def main(arguments: Sequence[str]) -> None:
     planning, words = plan_options(arguments)
-    config = parse_train_config(words, prog="train.py")
+    config = parse_train_config(words, prog=program("train.py"))
     if planning.estimate:
         plan(config, planning)
         return

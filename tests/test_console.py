@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from unifmoe_dist import console
+from unifmoe_dist.engine import options
 
 
 @pytest.mark.parametrize("name", console.COMMANDS)
@@ -20,6 +21,15 @@ def test_options_reach_the_script(monkeypatch, capsys):
         console.main()
     assert exit.value.code == 0
     assert "safetensors" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [name for name in console.COMMANDS if name != "train"])
+def test_help_names_what_was_typed(name, monkeypatch, capsys):
+    monkeypatch.setattr(options, "_program", None)
+    monkeypatch.setattr(sys, "argv", ["unifmoe", name, "--help"])
+    with pytest.raises(SystemExit):
+        console.main()
+    assert capsys.readouterr().out.startswith(f"usage: unifmoe {name} ")
 
 
 def test_an_unknown_command_is_one_sentence(monkeypatch, capsys):

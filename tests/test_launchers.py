@@ -139,6 +139,7 @@ def test_what_does_not_belong_together_is_one_sentence(bare, names, sentence):
     bare.update(names)
     with pytest.raises(UserError, match=re.escape(sentence)):
         launchers.identify()
+        launchers.find_master()
 
 
 def test_a_rank_that_is_no_number_is_told_as_such():

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
+from jobs import ROOT
 
 from unifmoe_dist.engine import failure
 from unifmoe_dist.engine.cli import parse_train_config
+from unifmoe_dist.engine.options import OptionParser
 from unifmoe_dist.errors import UserError
 
 
@@ -27,12 +31,106 @@ from unifmoe_dist.errors import UserError
         ("--parallel.precision fp8", "--parallel.precision must be fp32, bf16 or fp16, not fp8."),
         ("--parallel.expert_parallel_size x", "--parallel.expert_parallel_size must be a whole number or auto, not x."),
         ("--config nowhere.yaml", "--config: there is no file"),
+        ("--parallel.zero_stage 3", "parallel.zero_stage 3 gathers a module's weights"),
+        ("--parallel.zero_stage 4", "--parallel.zero_stage must be 0, 1 or 2, not 4."),
+        ("--steps", "--steps needs a value"),
     ],
 )
 def test_one_sentence(words, sentence):
     with pytest.raises(UserError) as caught:
         parse_train_config(words.split())
     assert str(caught.value).startswith(sentence)
+
+
+def test_help_offers_what_works_and_begins_shortly(capsys):
+    with pytest.raises(SystemExit):
+        parse_train_config(["--help"], prog="train.py")
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[:2] == ["usage: train.py [--config FILE] [--OPTION VALUE ...]", ""]
+    assert "{0,1,2}" in shown.replace("\n", "") and "0,1,2,3" not in shown
+
+
+@pytest.mark.parametrize(
+    "words, switches",
+    [
+        ("--baseline --no-progress", (True, False, False)), ("--no-baseline", (False, True, False)),
+        ("--parallel.gradient_checkpointing --steps 3", (True, True, True)),
+        ("--baseline false --progress=false --parallel.gradient_checkpointing true", (False, False, True)),
+        ("--no-parallel.gradient_checkpointing", (True, True, False)),
+    ],
+)  # fmt: skip
+def test_switches_stand_alone(words, switches):
+    config = parse_train_config(words.split())
+    assert (config.baseline, config.progress, config.parallel.gradient_checkpointing) == switches
+
+
+def test_only_switches_can_be_turned_off():
+    with pytest.raises(UserError, match="there is no option --no-steps"):
+        parse_train_config(["--no-steps"])
+
+
+@pytest.fixture
+def parser() -> OptionParser:
+    result = OptionParser("some.py", description="Does something.")
+    result.add_argument("run", type=Path)
+    result.add_argument("--split", choices=("test", "validation"))
+    result.add_argument("--count", type=int, nargs="+")
+    result.add_argument("--rate", type=float, default=0.5)
+    return result
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        ("run --splt test", "there is no option --splt; did you mean --split?"),
+        ("run --qqq=1", "there is no option --qqq; see --help."),
+        ("run other", "'other' is one word too many; see --help for what the command takes."),
+        ("run --split tset", "--split must be test or validation, not tset; did you mean test?"),
+        ("run --count x", "--count must be a whole number, not x."),
+        ("run --rate x", "--rate must be a number, not x."),
+        ("run --rate", "--rate needs a value; see --help."),
+        ("run --count", "--count needs one value or more; see --help."),
+        ("run --spl test", "there is no option --spl; did you mean --split?"),
+        ("", "run must be given; see --help."),
+    ],
+)
+def test_one_sentence_in_every_script(parser, words, sentence):
+    with pytest.raises(UserError) as caught:
+        parser.parse_args(words.split())
+    assert str(caught.value) == sentence
+
+
+def test_options_that_change_nothing_are_refused(parser):
+    assert parser.given(["run", "--rate", "0.5"]) == {"rate": "--rate"}
+    parser.refuse_others(["run", "--rate", "1"], ["rate"], "it takes --rate alone")
+    with pytest.raises(UserError, match="it takes --rate alone, so --split and --count would change nothing"):
+        parser.refuse_others("run --rate 1 --count 3 --split test".split(), ["rate"], "it takes --rate alone")
+
+
+def test_every_script_parses_alike():
+    """A parser of argparse's own would exit with its usage in place of one sentence."""
+    for path in (ROOT / "launch").glob("*.py"):
+        assert "ArgumentParser(" not in path.read_text(), path
+
+
+@pytest.mark.parametrize(
+    "script, words, sentence",
+    [
+        ("scale", "--predict runs/x --experts 4 --zero 1", "so --experts and --zero would change nothing"),
+        ("scale", "--predict runs/x --output y", "so --output would change nothing"),
+        ("scale", "--volume --ranks 2", "--volume takes no other option: --ranks 2 would change nothing"),
+        ("scale", "--nodes 3 --experts 4", "--nodes belongs to --predict"),
+        ("rehearse", "cut flood", "there is no scenario 'flood'; choose among cut, kill, slow."),
+        ("benchmark", "--batch 3", "--batch belongs to --models"),
+        ("benchmark", "--models deit-s --tokens 3", "--tokens belongs to --shapes"),
+        ("memory", "--ranks 2", "--ranks is for a configuration that is given"),
+    ],
+)
+def test_what_a_script_would_ignore(script, words, sentence, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "launch")
+    with pytest.raises(UserError) as caught:
+        importlib.import_module(script).main(words.split())
+    assert sentence in str(caught.value)
 
 
 def test_claims_of_ended_launchers_are_removed(tmp_path, monkeypatch):

@@ -329,6 +329,13 @@ class OptimConfig:
     on_nonfinite: Literal["stop", "skip"] = "stop"
 
 
+NO_ZERO_3 = (
+    "parallel.zero_stage 3 gathers a module's weights when its forward is called, but residual experts are stacked "
+    "weights that expert parallelism shards already; use zero_stage 2 and a larger parallel.expert_parallel_size, which "
+    "leaves only the dense weights replicated."
+)
+
+
 @dataclass
 class ParallelConfig:
     """How the job is spread over ranks.
@@ -349,7 +356,7 @@ class ParallelConfig:
 
     expert_parallel_size: int | Literal["auto"] = 1
     expert_placement: Literal["near", "far"] = "near"
-    zero_stage: Literal[0, 1, 2, 3] = 1
+    zero_stage: Literal[0, 1, 2] = 1
     offload_optimizer: bool = False
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     gradient_accumulation: int = 1
@@ -430,12 +437,7 @@ class TrainConfig:
         for name in ("dropout", "drop_path"):
             rate = getattr(self.model, name)
             _check(0 <= rate < 1, f"model.{name} must be at least 0 and below 1, not {rate}.")
-        _check(
-            self.parallel.zero_stage != 3,
-            "parallel.zero_stage 3 gathers a module's weights when its forward is called, but residual experts are "
-            "stacked weights that expert parallelism shards already; use zero_stage 2 and a larger "
-            "parallel.expert_parallel_size, which leaves only the dense weights replicated.",
-        )
+        _check(self.parallel.zero_stage in (0, 1, 2), NO_ZERO_3)
         _check(
             not self.parallel.offload_optimizer or self.parallel.zero_stage > 0,
             "parallel.offload_optimizer needs parallel.zero_stage 1 or 2, not 0.",

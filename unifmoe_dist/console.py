@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from unifmoe_dist import shipped
+from unifmoe_dist.engine.options import name_program
 
 COMMANDS = {
     "train": "train a model (through the deepspeed launcher where there are several GPUs)",
@@ -50,6 +51,7 @@ def main() -> None:
     path = script(name)
     if name == "train" and _several_gpus() and shutil.which("deepspeed"):
         os.execvp("deepspeed", ["deepspeed", str(path), *rest])  # noqa: S606, S607  that of the active environment
+    name_program(f"unifmoe {name}")
     sys.argv = [str(path), *rest]
     runpy.run_path(str(path), run_name="__main__")
 

@@ -6,9 +6,10 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
@@ -26,9 +27,11 @@ def train_parser(prog: str | None = None) -> ArgumentParser:
     set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=[TrainConfig.__module__])
     parser = ArgumentParser(
         prog=prog,
+        usage="%(prog)s [--config FILE] [--OPTION VALUE ...]",
         description="Train UniF-MoE (or its dense twin) on DeepSpeed. Without options: the main job, handwritten "
         "digits with one rotation held out.",
-        epilog="launch/train.py --estimate [--num-gpus-per-node N] [--num-nodes N] [--gpu-memory-gb 24] trains nothing "
+        epilog="A switch may stand alone or be turned off: --baseline, --no-baseline, --baseline false.\n"
+        "launch/train.py --estimate [--num-gpus-per-node N] [--num-nodes N] [--gpu-memory-gb 24] trains nothing "
         "and shows the memory that a run needs; needs no GPU and no data.",
         exit_on_error=False,
         allow_abbrev=False,  # a typing mistake must not pass for another option
@@ -95,19 +98,31 @@ def dump_train_config(config: TrainConfig) -> str:
 
 
 def _tidy(arguments: Sequence[str]) -> list[str]:
-    """Drop the --local_rank that launchers add, let --resume stand alone, and find configurations that are shipped."""
+    """Drop the --local_rank that launchers add, let switches stand alone, and find configurations that are shipped."""
     words = [word for word in arguments if not word.startswith(("--local_rank", "--local-rank"))]
-    alone = [
-        word == "--resume" and (i + 1 == len(words) or words[i + 1].startswith("-"))
-        for i, word in enumerate(words)
-    ]
-    words = [word + "=true" if bare else word for word, bare in zip(words, alone, strict=True)]
+    switches = set(_switches(TrainConfig))
+    alone = [i + 1 == len(words) or words[i + 1].startswith("-") for i in range(len(words))]
+    for i, word in enumerate(words):
+        if word.removeprefix("--") in switches and alone[i]:
+            words[i] = f"{word}=true"
+        elif word.startswith("--no-") and word.removeprefix("--no-") in switches:
+            words[i] = f"--{word.removeprefix('--no-')}=false"
     for i, word in enumerate(words):
         if word.startswith("--config="):
             words[i] = "--config=" + shipped.config(word.removeprefix("--config="))
         elif i and words[i - 1] == "--config":
             words[i] = shipped.config(word)
     return words
+
+
+def _switches(group: type, prefix: str = "") -> Iterator[str]:
+    """Names of the options that are true or false."""
+    types = get_type_hints(group)
+    for field in fields(group):
+        if is_dataclass(field.default_factory):
+            yield from _switches(types[field.name], f"{field.name}.")
+        elif types[field.name] is bool or bool in get_args(types[field.name]):
+            yield prefix + field.name
 
 
 def run_main(main: Callable[[Sequence[str]], None]) -> None:

@@ -10,6 +10,9 @@ import os
 import re
 import socket
 
+import torch
+import torch.distributed as dist
+
 from unifmoe_dist.engine.network import outward_address
 from unifmoe_dist.errors import UserError
 
@@ -54,8 +57,6 @@ def identify() -> None:
     rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
     if rank >= size:
         raise UserError(f"RANK {rank} must be below WORLD_SIZE {size}; {_ADVICE}")
-    if size > 1 and (absent := [name for name in _MASTER if not os.environ.get(name)]):
-        raise UserError(f"RANK and WORLD_SIZE are set, but {' and '.join(absent)} not; {_ADVICE}")
     if "MASTER_PORT" in os.environ and _number("MASTER_PORT", 1) > 65535:
         raise UserError(f"MASTER_PORT {os.environ['MASTER_PORT']} must be at most 65535; {_ADVICE}")
     if "LOCAL_RANK" in os.environ:
@@ -74,8 +75,6 @@ def _number(name: str, least: int) -> int:
 
 def _ranks_here() -> int:
     """Ranks that share this host, where LOCAL_RANK does not tell: consecutive ones, each with a GPU of its own."""
-    import torch
-
     if "LOCAL_WORLD_SIZE" in os.environ:
         return _number("LOCAL_WORLD_SIZE", 1)
     return torch.cuda.device_count() or 1
@@ -87,9 +86,11 @@ def find_master() -> None:
     Under MPI this asks rank 0 through mpi4py, so all ranks must call it.
 
     Raises:
-        UserError: started by mpirun, but mpi4py finds no MPI library.
+        UserError: started by mpirun, but mpi4py finds no MPI library; several ranks were started by nothing known, and
+            have not joined yet.
     """
-    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+    absent = [name for name in _MASTER if not os.environ.get(name)]
+    if not absent:
         return
     if any(_started_by(variables) for variables in _MPI):
         address, port = _ask_rank_0()
@@ -97,10 +98,13 @@ def find_master() -> None:
         # The same on every rank without a message: the step's first node, and a port of this job's own.
         address = first_host(os.environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))
         port = 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000
+    elif int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        raise UserError(f"RANK and WORLD_SIZE are set, but {' and '.join(absent)} not; {_ADVICE}")
     else:
         address, port = "127.0.0.1", free_port()
-    os.environ.setdefault("MASTER_ADDR", address)
-    os.environ.setdefault("MASTER_PORT", str(port))
+    for name, value in zip(_MASTER, (address, str(port)), strict=True):
+        if name in absent:
+            os.environ[name] = value
 
 
 def first_host(nodes: str) -> str:

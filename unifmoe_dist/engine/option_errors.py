@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 
+from unifmoe_dist.config import NO_ZERO_3
+
 _KINDS = {
     "<class 'int'>": "a whole number", "<class 'float'>": "a number", "<class 'bool'>": "true or false",
     "<class 'str'>": "a text", "<class 'list'>": "a list such as [2,4]", "<class 'NoneType'>": "null",
@@ -24,10 +26,14 @@ def one_sentence(message: str, options: Sequence[str]) -> str:
     words = " ".join(line.strip() for line in message.splitlines() if line.strip())
     if found := re.search(r"unrecognized arguments: --([\w.-]+)", words):
         return _unknown(found[1], options)
+    if found := re.fullmatch(r"argument (--[\w.-]+): expected one argument", words):
+        return f"{found[1]} needs a value; see --help."
     if found := re.search(r'Parser key "config": File does not exist: (.*)$', words):
         return f"--config: there is no file {found[1]}."
     for form in (r"(Expected a .*)\. Got value: (.*)$", r"Subtypes: (\[.*\]) Errors: .* Given value: (.*)$"):
         found = re.search(r'Parser key "([\w.]+)": .*?' + form, words)
+        if found and (found[1], found[3]) == ("parallel.zero_stage", "3"):
+            return NO_ZERO_3
         if found and (wanted := _wanted(found[2])):
             return f"--{found[1]} must be {wanted}, not {found[3]}."
     return words if words.endswith(".") else words + "; see --help for every option."

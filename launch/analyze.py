@@ -8,7 +8,6 @@ paper's three observations. Any run, dense ones too: learning curves and cost.
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from collections.abc import Sequence
 from pathlib import Path

@@ -367,6 +367,11 @@ def test_resume_as_another_run(words, small_run):
         choose_folder(changed)
 
 
+def test_resume_with_another_seed_names_the_seed(small_run):
+    with pytest.raises(UserError, match="was trained with seed 0, so it cannot be resumed with 3"):
+        choose_folder(parse_train_config(["--resume", "--output", str(small_run), "--seed", "3"]))
+
+
 @pytest.mark.parametrize("inside", ["", "run"])
 def test_output_that_is_a_file(inside, tmp_path):
     (tmp_path / "file").write_text("kept")

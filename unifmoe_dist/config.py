@@ -331,8 +331,8 @@ class OptimConfig:
 
 NO_ZERO_3 = (
     "parallel.zero_stage 3 gathers a module's weights when its forward is called, but residual experts are stacked "
-    "weights that expert parallelism shards already; use zero_stage 2 and a larger parallel.expert_parallel_size, which "
-    "leaves only the dense weights replicated."
+    "weights that expert parallelism shards already; use zero_stage 2 and a larger parallel.expert_parallel_size, "
+    "which leaves only the dense weights replicated."
 )
 
 

@@ -114,9 +114,9 @@ def _check_same_run(folder: Path, config: TrainConfig) -> None:
     for name, value in saved.items():
         if given[name] != value:
             if name == "data.split_seed" and config.data.split_seed is None and old.data.split_seed is None:
-                name = "seed"  # what was given; it also splits the data
+                name, given["seed"] = "seed", config.seed  # what was given; it also splits the data
             raise UserError(
-                f"{folder} was trained with {name} {value}, so it cannot be resumed with {given.get(name, config.seed)}; "
+                f"{folder} was trained with {name} {value}, so it cannot be resumed with {given[name]}; "
                 "start another run in another --output."
             )
 

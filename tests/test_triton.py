@@ -19,7 +19,7 @@ from triton_compile import compiled_launches, launches
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts
-from unifmoe_dist.kernels import use_kernels
+from unifmoe_dist.kernels import HiddenDropout, use_kernels
 
 pytest.importorskip("triton")
 
@@ -48,8 +48,10 @@ SHARED_MEMORY = {80: 163, 86: 99, 90: 227}  # KiB that a program may have
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("architecture,dtype", [(86, torch.bfloat16), (90, torch.bfloat16), (86, torch.float32)])
-def test_kernels_compile_and_fit(architecture, dtype, monkeypatch):
+@pytest.mark.parametrize(
+    "architecture,dtype,rate", [(86, torch.bfloat16, 0.1), (90, torch.bfloat16, None), (86, torch.float32, None)]
+)
+def test_kernels_compile_and_fit(architecture, dtype, rate, monkeypatch):
     """Without a device: Triton's compiler and NVIDIA's assembler accept every launch of a forward and backward pass.
 
     Of the tiles to choose from, only the first is tried, which must run everywhere.
@@ -65,8 +67,9 @@ def test_kernels_compile_and_fit(architecture, dtype, monkeypatch):
         r = triton_route(x, weight, shared.keys[0].to(dtype), blocks, torch.ones(n, dtype=torch.bool))
         residual = BlockExperts(experts, dim, 192, blocks, "gelu", True)
         gates = torch.rand(n, experts + 1, requires_grad=True)
+        dropout = None if rate is None else HiddenDropout.draw(rate, torch.device("cpu"))
         y = triton_block_ffn(x, gates, torch.ones(n, blocks, dtype=torch.bool), residual.to(dtype).weights(),
-                             shared.to(dtype).weights())  # fmt: skip
+                             shared.to(dtype).weights(), dropout=dropout)  # fmt: skip
         outputs = [y, r.gates, r.shared_demand]
         torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
 

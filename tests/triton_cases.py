@@ -20,6 +20,7 @@ from unifmoe_dist.config import ACTIVATIONS
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.kernels import (
+    HiddenDropout,
     block_ffn,
     reference_block_ffn,
     trial,
@@ -69,22 +70,24 @@ def wide(experts: BlockExperts) -> BlockExperts:
     return copy
 
 
-def check_ffn(x, gates, blocks, experts, shared=None, options=None, tolerance=2e-5) -> None:
+def check_ffn(x, gates, blocks, experts, shared=None, options=None, tolerance=2e-5, dropout=None) -> None:
     """Outputs and all gradients against the reference in float64."""
     grad = random(*x.shape, dtype=x.dtype)
     banks = [experts] if shared is None else [shared, experts]
     leaves = [x.requires_grad_(), gates.requires_grad_(), *(p for b in banks for p in b.parameters())]
-    y = triton_block_ffn(x, gates, blocks, experts.weights(), None if shared is None else shared.weights(), options)
+    beside = None if shared is None else shared.weights()
+    y = triton_block_ffn(x, gates, blocks, experts.weights(), beside, options, dropout=dropout)
     assert y.shape == x.shape and y.dtype == x.dtype
     got = torch.autograd.grad(y, leaves, grad)
 
     x64, gates64 = x.detach().double().requires_grad_(), gates.detach().double().requires_grad_()
     banks64 = [wide(b) for b in banks]
     if shared is None:
-        want_y = reference_block_ffn(x64, gates64, blocks, banks64[0].weights())
+        want_y = reference_block_ffn(x64, gates64, blocks, banks64[0].weights(), dropout)
     else:
-        want_y = reference_block_ffn(x64, gates64[:, :1], blocks, banks64[0].weights())
-        want_y = want_y + reference_block_ffn(x64, gates64[:, 1:], ~blocks, banks64[1].weights())
+        rest = None if dropout is None else dropout.of_experts(1)
+        want_y = reference_block_ffn(x64, gates64[:, :1], blocks, banks64[0].weights(), dropout)
+        want_y = want_y + reference_block_ffn(x64, gates64[:, 1:], ~blocks, banks64[1].weights(), rest)
     leaves64 = [x64, gates64, *(p for b in banks64 for p in b.parameters())]
     want = list(torch.autograd.grad(want_y, leaves64, grad.double()))
     want[1] = torch.where(gates64 != 0, want[1], 0)  # a gate of 0 has no gradient here, in the layer it never matters
@@ -112,6 +115,24 @@ def test_ffn_equals_the_reference(n, e, dim, block, num_blocks, bias, with_share
     experts = bank(e, dim, block * num_blocks, num_blocks, bias=bias)
     blocks = torch.rand(n, num_blocks, device=DEVICE) > 0.5
     check_ffn(random(n, dim), random_gates(n, e + with_shared), blocks, experts, shared, options)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.9])
+@pytest.mark.parametrize("with_shared,first", [(True, 0), (False, 0), (False, 1)])
+@pytest.mark.parametrize(
+    "block,dtype,options",
+    [(16, torch.float32, TritonOptions()), (192, torch.float32, TritonOptions(tile_rows=16, workspace_bytes=40_000)),
+     (288, torch.bfloat16, TritonOptions(backward_tile_rows=32)), (48, torch.float16, TritonOptions(atomic=True))],
+)  # fmt: skip
+def test_ffn_dropout(rate, with_shared, first, block, dtype, options):
+    """The mask of the definition, whatever the tiles, the parts of a block and the rounds are, in both passes."""
+    torch.manual_seed(block)
+    shared, experts = (bank(e, 32, 2 * block, 2, dtype=dtype) for e in (1, 2))
+    dropout = HiddenDropout.draw(rate, torch.device(DEVICE)).of_experts(first)
+    blocks = torch.rand(19, 2, device=DEVICE) > 0.4
+    tolerance = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
+    x, gates = random(19, 32, dtype=dtype), random_gates(19, 2 + with_shared)
+    check_ffn(x, gates, blocks, experts, shared if with_shared else None, options, tolerance, dropout)
 
 
 @pytest.mark.parametrize("dtype,tolerance", [(torch.bfloat16, 3e-2), (torch.float16, 4e-3), (torch.float32, 2e-5)])
@@ -398,6 +419,7 @@ def check_layer(layer: UniFMoELayer, x: Tensor, token_mask: Tensor | None = None
     x, grad = x.detach().requires_grad_(), random(*x.shape)
     results = []
     for name in ("triton", "grouped"):
+        torch.manual_seed(6)  # of what is dropped
         layer.zero_grad()
         layer.usage.reset()
         with use_kernels(name):
@@ -412,7 +434,7 @@ def check_layer(layer: UniFMoELayer, x: Tensor, token_mask: Tensor | None = None
 @pytest.mark.parametrize(
     "sizes",
     [dict(), dict(experts=1), dict(hidden=32, blocks=2), dict(dim=48, hidden=144, blocks=3), dict(capacity_factor=0.7),
-     dict(shared_demand=0.4, fixed_experts=2, block_choice="prefix")],
+     dict(shared_demand=0.4, fixed_experts=2, block_choice="prefix"), dict(hidden_dropout=0.3)],
 )  # fmt: skip
 def test_layer(sizes):
     layer = make_layer(**sizes)
@@ -481,9 +503,10 @@ def test_float32_products_keep_float32():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_trial_passes(dtype, recwarn):
+@pytest.mark.parametrize("dropout", [False, True])
+def test_trial_passes(dtype, dropout, recwarn):
     x = random(4, 48, dtype=dtype)
-    assert trial.ffn_works(x, bank(2, 48, 64, 2, dtype=dtype).weights()) and trial.routing_works(x, 5, 4)
+    assert trial.ffn_works(x, bank(2, 48, 64, 2, dtype=dtype).weights(), dropout) and trial.routing_works(x, 5, 4)
     assert not [w for w in recwarn if "Triton is not used" in str(w.message)]
 
 

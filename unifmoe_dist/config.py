@@ -26,6 +26,13 @@ def _check_capacity_factor(name: str, value: float | None) -> None:
     )
 
 
+def _check_rate(name: str, rate: float) -> None:
+    _check(
+        isinstance(rate, (int, float)) and not isinstance(rate, bool) and 0 <= rate < 1,
+        f"{name} must be at least 0 and below 1, not {rate!r}.",
+    )
+
+
 def _check_policies(
     prefix: str, num_experts: int, shared_demand: float | None, fixed_experts: int | None, block_choice: str
 ) -> None:
@@ -53,6 +60,7 @@ class LayerChoices(TypedDict, total=False):
     shared_demand: float | None
     fixed_experts: int | None
     block_choice: Literal["prototype", "prefix"]
+    hidden_dropout: float
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,8 @@ class ExpertLayerConfig:
         num_blocks: Number B of equal parts of a dense FFN in which the cost of a token is counted.
         activation: Activation between the two projections, by name.
         bias: Whether the projections have biases.
+        hidden_dropout: Rate at which activated channels of executed experts are dropped in training, before the second
+            projection.
     """
 
     model_dim: int
@@ -74,6 +84,7 @@ class ExpertLayerConfig:
     num_blocks: int = 8
     activation: str = "gelu"
     bias: bool = True
+    hidden_dropout: float = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("model_dim", "hidden_dim", "num_experts", "num_blocks"):
@@ -86,6 +97,7 @@ class ExpertLayerConfig:
             self.activation in ACTIVATIONS,
             f"activation {self.activation!r} is not known; choose one of {', '.join(ACTIVATIONS)}.",
         )
+        _check_rate("hidden_dropout", self.hidden_dropout)
 
 
 @dataclass(frozen=True)
@@ -147,7 +159,8 @@ class ModelConfig:
         backbone: Name of the dense model, in timm or on the Hugging Face hub; null takes the task's own.
         pretrained: Folder or file of the backbone's weights, or none for random ones; null takes those that the task
             names.
-        dropout: Hidden dropout of the backbone.
+        dropout: Dropout throughout the backbone: of embeddings and of the outputs of attention and FFNs.
+        hidden_dropout: Dropout of the hidden channels of the MoE layers' experts, after the activation.
         drop_path: Stochastic-depth rate of a vision backbone.
         moe: Which layer replaces the chosen FFNs; none trains the dense model.
         layers: Zero-based indices of the transformer layers to upcycle.
@@ -168,6 +181,7 @@ class ModelConfig:
     backbone: str | None = None
     pretrained: str | None = None
     dropout: float = 0.0
+    hidden_dropout: float = 0.0
     drop_path: float = 0.0
     moe: MoEName = "unif"
     layers: list[int] = field(default_factory=lambda: [3, 5])
@@ -434,9 +448,8 @@ class TrainConfig:
             )
         _check(self.data.workers >= 0, f"data.workers must be at least 0, not {self.data.workers}.")
         _check_task(self)
-        for name in ("dropout", "drop_path"):
-            rate = getattr(self.model, name)
-            _check(0 <= rate < 1, f"model.{name} must be at least 0 and below 1, not {rate}.")
+        for name in ("dropout", "hidden_dropout", "drop_path"):
+            _check_rate(f"model.{name}", getattr(self.model, name))
         _check(self.parallel.zero_stage in (0, 1, 2), NO_ZERO_3)
         _check(
             not self.parallel.offload_optimizer or self.parallel.zero_stage > 0,

@@ -14,6 +14,7 @@ from unifmoe_dist.config import ExpertLayerConfig
 from unifmoe_dist.dispatch import make_dispatcher
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts
+from unifmoe_dist.kernels import HiddenDropout
 from unifmoe_dist.usage import Usage
 
 Config = TypeVar("Config", bound=ExpertLayerConfig)
@@ -130,6 +131,11 @@ class ExpertLayer(nn.Module, Generic[Config]):
     def _apply_to_tokens(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
         """Outputs of (N, model_dim) tokens; a mask is given only where `_masks_in_place` holds."""
         raise NotImplementedError
+
+    def _draw_dropout(self, x: Tensor) -> HiddenDropout | None:
+        """What this forward pass drops of the hidden channels; None in evaluation."""
+        rate = self.config.hidden_dropout
+        return HiddenDropout.draw(rate, x.device) if rate and self.training else None
 
     def _masks_in_place(self, tokens: Tensor) -> bool:
         """Whether `_apply_to_tokens` takes a mask, so that no row has to move."""

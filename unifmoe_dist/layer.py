@@ -57,17 +57,20 @@ class UniFMoELayer(ExpertLayer[UniFMoEConfig]):
         with phase("route"):
             routing = limit_load(self._route(x, token_mask), self.config.capacity_factor)
             self.usage.update(routing)
+        dropout = self._draw_dropout(x)
         if isinstance(self.dispatcher, LocalDispatcher):
-            return shared_and_residual_ffn(x, routing, self.shared.weights(), self.experts.weights())
+            return shared_and_residual_ffn(x, routing, self.shared.weights(), self.experts.weights(), dropout)
         with phase("dispatch"):
             trained = any(p.requires_grad for p in self.experts.parameters())
             exchange = self.dispatcher.dispatch(x, routing.gates, ~routing.shared_blocks, trained)
         with phase("shared_experts"):  # needs no exchange: it is computed while tokens travel
-            shared = block_ffn(x, routing.shared_demand[:, None], routing.shared_blocks, self.shared.weights())
+            alpha_N1 = routing.shared_demand[:, None]
+            shared = block_ffn(x, alpha_N1, routing.shared_blocks, self.shared.weights(), dropout)
         with phase("dispatch"):
             arrived = exchange.arrivals()
         with phase("residual_experts"):
-            residual = block_ffn(arrived.x, arrived.gates, arrived.blocks, self.experts.weights())
+            rest = None if dropout is None else dropout.of_experts(1)
+            residual = block_ffn(arrived.x, arrived.gates, arrived.blocks, self.experts.weights(), rest)
         with phase("combine"):
             return shared + exchange.combine(residual)
 

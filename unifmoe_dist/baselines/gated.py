@@ -88,7 +88,7 @@ class GatedExpertLayer(ExpertLayer[Config]):
             exchange = self.dispatcher.dispatch(x, gating.gates, complete, trained)
             arrived = exchange.arrivals()
         with phase("residual_experts"):
-            rows = block_ffn(arrived.x, arrived.gates, arrived.blocks, self._weights())
+            rows = block_ffn(arrived.x, arrived.gates, arrived.blocks, self._weights(), self._draw_dropout(x))
         with phase("combine"):
             return exchange.combine(rows)
 

@@ -1,5 +1,6 @@
 """Block-sparse expert kernels, one meaning: the reference defines it, the others compute only selected blocks."""
 
+from unifmoe_dist.kernels.dropout import HiddenDropout
 from unifmoe_dist.kernels.grouped import grouped_block_ffn
 from unifmoe_dist.kernels.reference import reference_block_ffn
 from unifmoe_dist.kernels.select import (
@@ -13,6 +14,7 @@ from unifmoe_dist.kernels.select import (
 
 __all__ = [
     "KERNELS",
+    "HiddenDropout",
     "block_ffn",
     "grouped_block_ffn",
     "masks_in_place",

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from unifmoe_dist.experts import ExpertWeights
 from unifmoe_dist.kernels.activations import FUNCTIONS, activation_and_gradient
+from unifmoe_dist.kernels.dropout import HiddenDropout
 from unifmoe_dist.kernels.grouped_products import grouped_outer, grouped_product
 
 # Channels before the activation are kept for the backward pass, which is then a seventh cheaper, while they are no more
@@ -31,7 +32,9 @@ CHUNK_ROWS = 8192
 
 
 @torch.compiler.disable
-def grouped_block_ffn(x_ND: Tensor, gates_NE: Tensor, blocks_NB: Tensor, weights: ExpertWeights) -> Tensor:
+def grouped_block_ffn(
+    x_ND: Tensor, gates_NE: Tensor, blocks_NB: Tensor, weights: ExpertWeights, dropout: HiddenDropout | None = None
+) -> Tensor:
     """Same meaning, shapes and gradients as `reference_block_ffn`, at the cost of the selected blocks only.
 
     Products run in the autocast dtype when autocast is on, else in the dtype of x; sums over experts and gates are
@@ -45,7 +48,7 @@ def grouped_block_ffn(x_ND: Tensor, gates_NE: Tensor, blocks_NB: Tensor, weights
         keys, values, key_bias, value_bias = (None if t is None else t.to(dtype) for t in tensors)
         output = _GroupedBlockFFN.apply(
             x_ND.to(dtype), gates_NE, blocks_NB, keys, values, key_bias, value_bias, weights.num_blocks,
-            weights.activation, recording,
+            weights.activation, recording, dropout,
         )  # fmt: skip
         return output.to(x_ND.dtype)
 
@@ -100,10 +103,12 @@ class _GroupedBlockFFN(torch.autograd.Function):
     def forward(  # noqa: PLR0913
         ctx: Any, x: Tensor, gates: Tensor, blocks: Tensor, keys: Tensor, values: Tensor,
         key_bias: Tensor | None, value_bias: Tensor | None, num_blocks: int, activation: str, recording: bool,
+        dropout: HiddenDropout | None,
     ) -> Tensor:  # fmt: skip
         active = gates != 0  # true for NaN, so that a NaN token stays NaN
         ctx.chunks, ctx.activation, ctx.num_blocks = list(_chunks(active, blocks)), activation, num_blocks
-        flat_gates = gates.to(x.dtype).flatten()
+        ctx.dropout = dropout
+        flat_gates = _scaled_gates(gates, dropout, x.dtype)
         keys_GMD, values_GMD = _by_group(keys, num_blocks), _by_group(values, num_blocks)
         accumulate = _accumulator(x.dtype)
         rows = sum(len(chunk.tokens) for chunk in ctx.chunks)
@@ -113,6 +118,8 @@ class _GroupedBlockFFN(torch.autograd.Function):
         for chunk in ctx.chunks:
             pre = _pre(x.index_select(0, chunk.tokens), keys_GMD, key_bias, chunk)
             hidden = FUNCTIONS[activation](pre) * flat_gates.index_select(0, chunk.pairs)[:, None]
+            if dropout is not None:
+                hidden.mul_(_kept(dropout, chunk, keys.shape[0], num_blocks, hidden))
             out = grouped_product(hidden, values_GMD[chunk.groups], chunk.sizes, chunk.ends)
             y.index_add_(0, chunk.tokens, out.to(accumulate))
             if kept:
@@ -126,7 +133,8 @@ class _GroupedBlockFFN(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, gates, keys, values, key_bias, value_bias, *pres = ctx.saved_tensors
-        flat_gates = gates.to(x.dtype).flatten()
+        dropout = ctx.dropout
+        flat_gates = _scaled_gates(gates, dropout, x.dtype)
         keys_GMD, values_GMD = _by_group(keys, ctx.num_blocks), _by_group(values, ctx.num_blocks)
         accumulate = _accumulator(x.dtype)
         grad_y = grad_y.to(x.dtype)
@@ -141,14 +149,23 @@ class _GroupedBlockFFN(torch.autograd.Function):
             pre = pres[number] if pres else _pre(x_R, keys_GMD, key_bias, chunk)
             # Before the gate: its inner product with the hidden channels is the gate's gradient.
             grad_act = grouped_product(grad_R, values_GMD[groups].transpose(1, 2), *split)
+            kept = None
+            if dropout is not None:
+                kept = _kept(dropout, chunk, keys.shape[0], ctx.num_blocks, grad_act)
+                grad_act.mul_(kept)
             hidden, grad_pre = activation_and_gradient(ctx.activation, pre, grad_act * gate_R)
             inner = (hidden.to(accumulate) * grad_act.to(accumulate)).sum(-1)
             grad_gates.index_add_(0, chunk.pairs, inner)
-            grad_values[groups] = grouped_outer(hidden * gate_R, grad_R, *split)
+            weighted = hidden * gate_R
+            if kept is not None:
+                weighted.mul_(kept)
+            grad_values[groups] = grouped_outer(weighted, grad_R, *split)
             grad_keys[groups] = grouped_outer(grad_pre, x_R, *split)
             if grad_key_bias is not None:
                 grad_key_bias[groups].index_add_(0, chunk.owner, grad_pre.to(accumulate))
             grad_x.index_add_(0, chunk.tokens, grouped_product(grad_pre, keys_GMD[groups], *split).to(accumulate))
+        if dropout is not None:
+            grad_gates *= dropout.scale
         grad_gates, grad_value_bias = grad_gates.view_as(gates), None
         if value_bias is not None:
             active = gates != 0
@@ -159,8 +176,19 @@ class _GroupedBlockFFN(torch.autograd.Function):
             grad_key_bias = grad_key_bias.to(keys.dtype).view_as(key_bias)
         return (
             grad_x.to(x.dtype), grad_gates.to(gates.dtype), None, grad_keys.view_as(keys), grad_values.view_as(values),
-            grad_key_bias, grad_value_bias, None, None, None,
+            grad_key_bias, grad_value_bias, None, None, None, None,
         )  # fmt: skip
+
+
+def _scaled_gates(gates: Tensor, dropout: HiddenDropout | None, dtype: torch.dtype) -> Tensor:
+    """(N * E,) coefficients of channels that are not dropped."""
+    return (gates if dropout is None else gates * dropout.scale).to(dtype).flatten()
+
+
+def _kept(dropout: HiddenDropout, chunk: _Chunk, experts: int, num_blocks: int, like_RM: Tensor) -> Tensor:
+    """(R, M), 0 for the dropped channels of a chunk's rows and 1 for the others."""
+    block, width = (chunk.owner + chunk.groups.start) % num_blocks, like_RM.shape[1]
+    return dropout.kept(chunk.tokens, chunk.pairs % experts, block * width, width, like_RM.dtype)
 
 
 def _by_group(weights_EHD: Tensor, num_blocks: int) -> Tensor:

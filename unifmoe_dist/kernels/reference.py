@@ -5,13 +5,17 @@ It computes every expert in full and masks: right by reading, and for tests only
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from unifmoe_dist.experts import ExpertWeights
 from unifmoe_dist.kernels.activations import FUNCTIONS
+from unifmoe_dist.kernels.dropout import HiddenDropout
 
 
-def reference_block_ffn(x_ND: Tensor, gates_NE: Tensor, blocks_NB: Tensor, weights: ExpertWeights) -> Tensor:
+def reference_block_ffn(
+    x_ND: Tensor, gates_NE: Tensor, blocks_NB: Tensor, weights: ExpertWeights, dropout: HiddenDropout | None = None
+) -> Tensor:
     """y = sum_e gates[:, e] * (sum over blocks of E_e^(b)(x) + value_bias_e).
 
     Args:
@@ -19,6 +23,8 @@ def reference_block_ffn(x_ND: Tensor, gates_NE: Tensor, blocks_NB: Tensor, weigh
         gates_NE: (N, E) coefficients; an expert with coefficient 0 contributes nothing.
         blocks_NB: (N, B) bool, blocks that every active expert of the token computes.
         weights: The E experts.
+        dropout: Which activated channels become 0 before the second projection, the others being scaled up; None drops
+            none.
 
     Returns:
         (N, D) in the dtype of x.
@@ -31,7 +37,13 @@ def reference_block_ffn(x_ND: Tensor, gates_NE: Tensor, blocks_NB: Tensor, weigh
         pre_NH = x_ND @ weights.keys[expert].T
         if weights.key_bias is not None:
             pre_NH = pre_NH + weights.key_bias[expert]
-        output_ND = (activation(pre_NH) * channels_NH) @ weights.values[expert]
+        hidden_NH = activation(pre_NH) * channels_NH
+        if dropout is not None:
+            token_N = torch.arange(len(x_ND), device=x_ND.device)
+            zero_N = torch.zeros_like(token_N)
+            kept_NH = dropout.kept(token_N, zero_N + expert, zero_N, hidden_NH.shape[1], hidden_NH.dtype)
+            hidden_NH = hidden_NH * kept_NH * dropout.scale
+        output_ND = hidden_NH @ weights.values[expert]
         if weights.value_bias is not None:
             output_ND = output_ND + weights.value_bias[expert]
         gate_N1 = gates_NE[:, expert, None].to(output_ND.dtype)

@@ -16,6 +16,7 @@ from torch import Tensor
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts, ExpertWeights
 from unifmoe_dist.kernels import trial
+from unifmoe_dist.kernels.dropout import HiddenDropout
 from unifmoe_dist.kernels.grouped import grouped_block_ffn
 from unifmoe_dist.kernels.reference import reference_block_ffn
 from unifmoe_dist.phases import phase
@@ -53,19 +54,28 @@ def use_kernels(name: str, **options: Any) -> Iterator[None]:
         _choice, _options = before
 
 
-def block_ffn(x_ND: Tensor, gates_NE: Tensor, blocks_NB: Tensor, weights: ExpertWeights) -> Tensor:
+def block_ffn(
+    x_ND: Tensor, gates_NE: Tensor, blocks_NB: Tensor, weights: ExpertWeights, dropout: HiddenDropout | None = None
+) -> Tensor:
     """Block-sparse experts as `reference_block_ffn` defines them; same shapes, meaning and gradients."""
-    if _triton_for(x_ND, weights):
+    if _triton_for(x_ND, weights, dropout):
         from unifmoe_dist.kernels.triton_ffn import TritonOptions, triton_block_ffn
 
-        return triton_block_ffn(x_ND, gates_NE, blocks_NB, weights, options=TritonOptions(**_options))
+        return triton_block_ffn(
+            x_ND, gates_NE, blocks_NB, weights, options=TritonOptions(**_options), dropout=dropout
+        )  # fmt: skip
     kernel = reference_block_ffn if _choice == "reference" else grouped_block_ffn
-    return kernel(x_ND, gates_NE, blocks_NB, weights)
+    return kernel(x_ND, gates_NE, blocks_NB, weights, dropout)
 
 
-def shared_and_residual_ffn(x_ND: Tensor, routing: Routing, shared: ExpertWeights, residual: ExpertWeights) -> Tensor:
-    """alpha(x) E_shr^S(x) + sum of p_i(x) E_i^R(x) where all experts are here; in Triton, in the same launches."""
-    if _triton_for(x_ND, residual):
+def shared_and_residual_ffn(
+    x_ND: Tensor, routing: Routing, shared: ExpertWeights, residual: ExpertWeights, dropout: HiddenDropout | None = None
+) -> Tensor:
+    """alpha(x) E_shr^S(x) + sum of p_i(x) E_i^R(x) where all experts are here; in Triton, in the same launches.
+
+    To `dropout` the shared expert is number 0, and the residual ones follow.
+    """
+    if _triton_for(x_ND, residual, dropout):
         from unifmoe_dist.kernels.triton_ffn import TritonOptions, triton_block_ffn
 
         with phase("residual_experts"):  # and the shared one
@@ -76,12 +86,13 @@ def shared_and_residual_ffn(x_ND: Tensor, routing: Routing, shared: ExpertWeight
                 gates = made.coefficients
             return triton_block_ffn(
                 x_ND, gates, routing.shared_blocks, residual, shared, TritonOptions(**_options),
-                None if made is None else made.group_offsets,
+                None if made is None else made.group_offsets, dropout,
             )  # fmt: skip
     with phase("shared_experts"):
-        shared_output = block_ffn(x_ND, routing.shared_demand[:, None], routing.shared_blocks, shared)
+        shared_output = block_ffn(x_ND, routing.shared_demand[:, None], routing.shared_blocks, shared, dropout)
     with phase("residual_experts"):
-        residual_output = block_ffn(x_ND, routing.gates, ~routing.shared_blocks, residual)
+        rest = None if dropout is None else dropout.of_experts(1)
+        residual_output = block_ffn(x_ND, routing.gates, ~routing.shared_blocks, residual, rest)
     with phase("combine"):
         return shared_output + residual_output
 
@@ -113,12 +124,14 @@ def _wants_triton(x: Tensor) -> bool:
     return x.is_cuda and _TRITON_INSTALLED and torch.cuda.get_device_capability(x.device)[0] >= 8
 
 
-def _triton_for(x: Tensor, weights: ExpertWeights) -> bool:
+def _triton_for(x: Tensor, weights: ExpertWeights, dropout: HiddenDropout | None) -> bool:
     if not _wants_triton(x):
         return False
     from unifmoe_dist.kernels.triton_ffn import unsupported
 
-    return _supported(unsupported(x, weights)) and (_choice == "triton" or trial.ffn_works(x, weights))
+    if not _supported(unsupported(x, weights)):
+        return False
+    return _choice == "triton" or trial.ffn_works(x, weights, dropout is not None)
 
 
 def _triton_routes(x: Tensor, router: Router, num_blocks: int) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from unifmoe_dist.experts import ExpertWeights
+from unifmoe_dist.kernels.dropout import HiddenDropout
 from unifmoe_dist.kernels.grouped import grouped_block_ffn
 from unifmoe_dist.routing import Routing, route
 
@@ -22,12 +23,14 @@ TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}  # 
 _TOKENS = 96
 
 
-def ffn_works(x: Tensor, weights: ExpertWeights) -> bool:
-    """Whether `triton_block_ffn` agrees with plain torch on x's device, for the widths and types of `weights`."""
+def ffn_works(x: Tensor, weights: ExpertWeights, dropout: bool = False) -> bool:
+    """Whether `triton_block_ffn` agrees with plain torch on x's device, for the widths and types of `weights`, with
+    dropout of hidden channels or without."""
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     width = weights.keys.shape[1] // weights.num_blocks
-    return _ffn_works(x.device, dtype, x.shape[1], width, weights.activation, weights.key_bias is not None)
+    bias = weights.key_bias is not None
+    return _ffn_works(x.device, dtype, x.shape[1], width, weights.activation, bias, dropout)
 
 
 def routing_works(x: Tensor, columns: int, num_blocks: int) -> bool:
@@ -38,7 +41,7 @@ def routing_works(x: Tensor, columns: int, num_blocks: int) -> bool:
 @cache
 @torch.compiler.disable
 def _ffn_works(
-    device: torch.device, dtype: torch.dtype, dim: int, width: int, activation: str, bias: bool
+    device: torch.device, dtype: torch.dtype, dim: int, width: int, activation: str, bias: bool, dropout: bool
 ) -> bool:  # fmt: skip
     from unifmoe_dist.kernels.triton_ffn import triton_block_ffn
 
@@ -49,17 +52,20 @@ def _ffn_works(
         key_bias, value_bias = (draw(experts, n) if bias else None for n in (blocks * width, dim))
         gates = draw(_TOKENS, experts).float().abs()
         gates, chosen = gates.masked_fill(gates < 0.4 * gates.amax(), 0.0), draw(_TOKENS, blocks) > 0
+        seed = torch.tensor([1, -1], dtype=torch.int32, device=device)
+        more = {"dropout": HiddenDropout(0.3, seed)} if dropout else {}
         results = []
         for kernel in (triton_block_ffn, grouped_block_ffn):
             leaves = [None if t is None else t.detach().requires_grad_() for t in (keys, values, key_bias, value_bias)]
             x_leaf, gate_leaf = x.detach().requires_grad_(), gates.detach().requires_grad_()
             weights = ExpertWeights(*leaves, num_blocks=blocks, activation=activation)  # type: ignore[arg-type, misc]
-            y = kernel(x_leaf, gate_leaf, chosen, weights)
+            y = kernel(x_leaf, gate_leaf, chosen, weights, **more)
             wanted = [x_leaf, gate_leaf, *(t for t in leaves if t is not None)]
             results.append([y.detach(), *torch.autograd.grad(y, wanted, torch.ones_like(y))])
         return list(zip(*results, strict=True))
 
-    return _proven(f"block-sparse experts of width {dim} and blocks of {width} in {dtype}", TOLERANCE[dtype], compare)
+    what = f"block-sparse experts of width {dim} and blocks of {width} in {dtype}{' with dropout' if dropout else ''}"
+    return _proven(what, TOLERANCE[dtype], compare)
 
 
 @cache

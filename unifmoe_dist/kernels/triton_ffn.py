@@ -36,6 +36,8 @@ from torch.autograd.function import once_differentiable
 
 from unifmoe_dist.experts import ExpertWeights
 from unifmoe_dist.kernels import triton_ffn_kernels as device
+from unifmoe_dist.kernels.dropout import HiddenDropout
+from unifmoe_dist.kernels.triton_dropout import dropout_arguments
 from unifmoe_dist.kernels.triton_math import DTYPES, power_of_two, precision
 from unifmoe_dist.kernels.triton_plan import GroupOffsets, Plan, count_groups, make_plan
 
@@ -76,7 +78,7 @@ def unsupported(x: Tensor, weights: ExpertWeights) -> str | None:
 @torch.compiler.disable
 def triton_block_ffn(
     x_ND: Tensor, gates_NE: Tensor, blocks_NB: Tensor, weights: ExpertWeights, shared: ExpertWeights | None = None,
-    options: TritonOptions | None = None, offsets: GroupOffsets | None = None,
+    options: TritonOptions | None = None, offsets: GroupOffsets | None = None, dropout: HiddenDropout | None = None,
 ) -> Tensor:  # fmt: skip
     """Same meaning and gradients as `reference_block_ffn`, plus a shared expert in the same launches.
 
@@ -92,6 +94,7 @@ def triton_block_ffn(
         shared: One expert.
         options: How to compute.
         offsets: Group offsets of the gates and blocks, where routing made them; None counts here.
+        dropout: Which hidden channels become 0; with `shared`, expert 0 is that one.
 
     Returns:
         (N, D) in the dtype of x.
@@ -106,7 +109,7 @@ def triton_block_ffn(
                 tensors.append(None if tensor is None else tensor.to(dtype).contiguous())
         output = _TritonBlockFFN.apply(
             x_ND.to(dtype).contiguous(), gates_NE.float().contiguous(), blocks_NB.contiguous(), weights.num_blocks,
-            weights.activation, options or TritonOptions(), offsets, *tensors,
+            weights.activation, options or TritonOptions(), offsets, dropout, *tensors,
         )  # fmt: skip
         return output.to(x_ND.dtype)
 
@@ -160,11 +163,11 @@ class _TritonBlockFFN(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0913
         ctx: Any, x: Tensor, gates: Tensor, blocks: Tensor, num_blocks: int, activation: str, options: TritonOptions,
-        offsets: GroupOffsets | None, shared_keys: Tensor | None, shared_values: Tensor | None,
-        shared_key_bias: Tensor | None, shared_value_bias: Tensor | None, keys: Tensor, values: Tensor,
-        key_bias: Tensor | None, value_bias: Tensor | None,
+        offsets: GroupOffsets | None, dropout: HiddenDropout | None, shared_keys: Tensor | None,
+        shared_values: Tensor | None, shared_key_bias: Tensor | None, shared_value_bias: Tensor | None, keys: Tensor,
+        values: Tensor, key_bias: Tensor | None, value_bias: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        ctx.num_blocks, ctx.activation, ctx.options = num_blocks, activation, options
+        ctx.num_blocks, ctx.activation, ctx.options, ctx.dropout = num_blocks, activation, options, dropout
         tensors = (
             shared_keys, shared_values, shared_key_bias, shared_value_bias, keys, values, key_bias, value_bias
         )  # fmt: skip
@@ -182,6 +185,7 @@ class _TritonBlockFFN(torch.autograd.Function):
                 x, gates, shared_keys, keys, shared_key_bias, key_bias, shared_values, values, rounds.rows,
                 plan.rows, plan.tile_group, plan.tile_count, plan.num_tiles, first, ACTIVATION=activation,
                 HAS_SHARED=has_shared, HAS_BIAS=has_bias, ATOMIC=options.atomic, **shape.tile_arguments(),
+                **dropout_arguments(dropout),
             )  # fmt: skip
             rounds.combine(first, gates, shared_value_bias, value_bias)
         return rounds.output
@@ -193,7 +197,7 @@ class _TritonBlockFFN(torch.autograd.Function):
         shared_keys, shared_values, shared_key_bias, shared_value_bias, keys, values, key_bias, value_bias = tensors
         if not x.shape[0]:
             zeros = (None if t is None else torch.zeros_like(t) for t in tensors)
-            return (torch.zeros_like(x), torch.zeros_like(gates), *[None] * 5, *zeros)
+            return (torch.zeros_like(x), torch.zeros_like(gates), *[None] * 6, *zeros)
         options, has_shared, has_bias = ctx.options, shared_keys is not None, key_bias is not None
         grad_y = grad_y.to(x.dtype).contiguous()
         shape = _Shape(x, gates, keys, ctx.num_blocks, options)
@@ -213,7 +217,7 @@ class _TritonBlockFFN(torch.autograd.Function):
                 x, grad_y, gates, shared_keys, keys, shared_key_bias, key_bias, shared_values, values, rounds.rows,
                 hidden, grad_pre, grad_gate, grad_bias, plan.rows, plan.tile_group, plan.tile_count, plan.num_tiles,
                 first, ACTIVATION=ctx.activation, HAS_SHARED=has_shared, HAS_BIAS=has_bias, ATOMIC=options.atomic,
-                **shape.tile_arguments(),
+                **shape.tile_arguments(), **dropout_arguments(ctx.dropout),
             )  # fmt: skip
             for channels, source, index in ((hidden, grad_y, 1), (grad_pre, x, 0)):
                 if not (wanted[index] or wanted[index + 4]):
@@ -243,7 +247,7 @@ class _TritonBlockFFN(torch.autograd.Function):
             split = 1 if has_shared else 0
             grads[3], grads[7] = (sums[:split] if has_shared else None), sums[split:]
         kept = (grad if want else None for grad, want in zip(grads, wanted, strict=True))
-        return (rounds.output, grad_gates, *[None] * 5, *kept)
+        return (rounds.output, grad_gates, *[None] * 6, *kept)
 
 
 class _Rounds:

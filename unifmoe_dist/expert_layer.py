@@ -15,6 +15,7 @@ from unifmoe_dist.dispatch import make_dispatcher
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.kernels import HiddenDropout
+from unifmoe_dist.lending import bare
 from unifmoe_dist.usage import Usage
 
 Config = TypeVar("Config", bound=ExpertLayerConfig)
@@ -87,6 +88,7 @@ class ExpertLayer(nn.Module, Generic[Config]):
                 "change one of them."
             )
         local = config.num_experts // group_size
+        self.num_local_experts = local
         self.first_expert = local * (0 if expert_group is None else dist.get_rank(expert_group))
         self.experts = self._make_experts(local)
         self.dispatcher = make_dispatcher(dispatcher, expert_group)
@@ -123,9 +125,9 @@ class ExpertLayer(nn.Module, Generic[Config]):
         if token_mask is not None:
             token_mask = token_mask.reshape(-1).to(device=x.device, dtype=torch.bool)
         if token_mask is None or self._masks_in_place(tokens):
-            return self._apply_to_tokens(tokens, token_mask).view(x.shape)
+            return self._apply_to_tokens(tokens, token_mask).to(x.dtype).view(x.shape)
         kept = token_mask.nonzero().squeeze(1)
-        output = self._apply_to_tokens(tokens.index_select(0, kept))
+        output = self._apply_to_tokens(tokens.index_select(0, kept)).to(x.dtype)
         return torch.zeros_like(tokens).index_copy(0, kept, output).view(x.shape)
 
     def _apply_to_tokens(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
@@ -155,7 +157,8 @@ class ExpertLayer(nn.Module, Generic[Config]):
 
     def auxiliary_loss(self) -> Tensor:
         """What the method minimises besides the task loss, unweighted: a float32 scalar, 0 where there is nothing."""
-        return torch.zeros((), device=self.experts.keys.device)
+        device = bare(self.experts).keys.device
+        return torch.zeros((), device="cpu" if device.type == "meta" else device)  # offloaded experts are on meta
 
     def after_step(self, applied: AppliedStep) -> list[ChangedRows]:
         """Change what the method changes between steps; collective: all ranks call it, and decide alike.
@@ -172,7 +175,7 @@ class ExpertLayer(nn.Module, Generic[Config]):
     ) -> None:
         """Start every expert from one dense FFN, in nn.Linear layouts (H, d), (H,), (d, H), (d,)."""
         for bank in self.banks():
-            bank.initialise((up_weight, up_bias, down_weight, down_bias))
+            bare(bank).initialise((up_weight, up_bias, down_weight, down_bias))
 
     def banks(self) -> list[BlockExperts]:
         """All banks of experts on this rank: those that every rank holds, and this rank's share."""
@@ -188,8 +191,8 @@ class ExpertLayer(nn.Module, Generic[Config]):
             expert: A name in `replicated` or a global index 0..K-1; an expert that another rank holds is skipped here.
         """
         bank, index = self._locate(expert)
-        if 0 <= index < bank.keys.shape[0]:
-            bank.load(index, up_weight, up_bias, down_weight, down_bias)
+        if 0 <= index < (1 if expert in self.replicated else self.num_local_experts):
+            bare(bank).load(index, up_weight, up_bias, down_weight, down_bias)
 
     def ffn_weights(self, expert: str | int) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """One expert in nn.Linear layouts, the inverse of `load_ffn`: copies, detached.
@@ -200,7 +203,7 @@ class ExpertLayer(nn.Module, Generic[Config]):
         bank, index = self._locate(expert)
         group = self.expert_group
         if bank is not self.experts or group is None or dist.get_world_size(group) == 1:
-            return bank.read(index)
+            return bank(None, use=lambda bank, _: bank.read(index))
         return self._collect(int(expert), group)
 
     @property
@@ -209,15 +212,16 @@ class ExpertLayer(nn.Module, Generic[Config]):
         return getattr(self.dispatcher, "group", None)
 
     def _collect(self, expert: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        asked = torch.tensor([expert], device=self.experts.keys.device)
+        asked = torch.tensor([expert], device=bare(self.experts).keys.device)
         gathered = [torch.empty_like(asked) for _ in range(dist.get_world_size(group))]
         dist.all_gather(gathered, asked, group=group)
-        local = self.experts.keys.shape[0]
+        local = self.num_local_experts
         answer: list[Tensor | None] = []
         for wanted in sorted({int(t) for t in gathered}):
             source = dist.get_global_rank(group, wanted // local)
             index = wanted - self.first_expert
-            tensors = self.experts.read(index if 0 <= index < local else 0)
+            own = index if 0 <= index < local else 0
+            tensors = self.experts(None, use=lambda bank, _, own=own: bank.read(own))
             for tensor in tensors:
                 if tensor is not None:
                     dist.broadcast(tensor, source, group=group)

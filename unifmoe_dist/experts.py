@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.lending import Lender
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,10 @@ class ExpertWeights:
     activation: str
 
 
-class BlockExperts(nn.Module):
+class BlockExperts(Lender):
     """E experts of hidden width H, each divided into B aligned blocks of M = H / B channels.
+
+    Called as a module it lends itself, so that hooks on it run: `experts(x, use=lambda experts, x: ...)`.
 
     Args:
         num_experts: Experts E held here.
@@ -37,6 +40,8 @@ class BlockExperts(nn.Module):
         activation: Name of the activation.
         bias: Whether channels and outputs have biases.
     """
+
+    main = ("keys", 3)
 
     def __init__(
         self, num_experts: int, model_dim: int, hidden_dim: int, num_blocks: int, activation: str, bias: bool
@@ -60,6 +65,8 @@ class BlockExperts(nn.Module):
     @torch.no_grad()
     def load(self, index: int, up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None) -> None:
         """Copy nn.Linear weights (H, D), (H,), (D, H), (D,) into expert `index` of those held here."""
+        if not (self.keys.is_meta and up.is_meta):  # a model without any weights is upcycled to one without
+            self.require_weights("load_ffn")
         hidden, dim = self.keys.shape[1:]
         expected = {"up_weight": (hidden, dim), "up_bias": (hidden,), "down_weight": (dim, hidden), "down_bias": (dim,)}
         given = dict(zip(expected, (up, up_bias, down, down_bias), strict=True))
@@ -80,6 +87,7 @@ class BlockExperts(nn.Module):
 
     def read(self, index: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """Expert `index` in nn.Linear layouts: (H, D), (H,), (D, H), (D,). Copies, detached."""
+        self.require_weights("ffn_weights")
         key_bias = None if self.key_bias is None else self.key_bias[index].detach().clone()
         value_bias = None if self.value_bias is None else self.value_bias[index].detach().clone()
         return self.keys[index].detach().clone(), key_bias, self.values[index].detach().T.contiguous(), value_bias

@@ -10,6 +10,7 @@ from unifmoe_dist.dispatch import LocalDispatcher, limit_load
 from unifmoe_dist.expert_layer import ExpertLayer
 from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.kernels import block_ffn, masks_in_place, route_tokens, shared_and_residual_ffn
+from unifmoe_dist.lending import bare
 from unifmoe_dist.phases import phase
 from unifmoe_dist.routing import Router, Routing
 from unifmoe_dist.routing_policies import RouterPolicies
@@ -54,41 +55,68 @@ class UniFMoELayer(ExpertLayer[UniFMoEConfig]):
         super().reset_parameters()
 
     def _apply_to_tokens(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
+        return self.shared(x, use=lambda shared, x: self._share_first(x, token_mask, shared))
+
+    def _share_first(self, x: Tensor, token_mask: Tensor | None, shared: BlockExperts) -> Tensor:
         with phase("route"):
-            routing = limit_load(self._route(x, token_mask), self.config.capacity_factor)
+            routing = limit_load(self._route(x, token_mask, shared), self.config.capacity_factor)
             self.usage.update(routing)
         dropout = self._draw_dropout(x)
         if isinstance(self.dispatcher, LocalDispatcher):
-            return shared_and_residual_ffn(x, routing, self.shared.weights(), self.experts.weights(), dropout)
+            return self.experts(
+                x, use=lambda own, x: shared_and_residual_ffn(x, routing, shared.weights(), own.weights(), dropout)
+            )
         with phase("dispatch"):
             trained = any(p.requires_grad for p in self.experts.parameters())
             exchange = self.dispatcher.dispatch(x, routing.gates, ~routing.shared_blocks, trained)
         with phase("shared_experts"):  # needs no exchange: it is computed while tokens travel
             alpha_N1 = routing.shared_demand[:, None]
-            shared = block_ffn(x, alpha_N1, routing.shared_blocks, self.shared.weights(), dropout)
+            output = block_ffn(x, alpha_N1, routing.shared_blocks, shared.weights(), dropout)
         with phase("dispatch"):
             arrived = exchange.arrivals()
         with phase("residual_experts"):
             rest = None if dropout is None else dropout.of_experts(1)
-            residual = block_ffn(arrived.x, arrived.gates, arrived.blocks, self.experts.weights(), rest)
+            residual = self.experts(
+                arrived.x, use=lambda own, x: block_ffn(x, arrived.gates, arrived.blocks, own.weights(), rest)
+            )
         with phase("combine"):
-            return shared + exchange.combine(residual)
+            return output + exchange.combine(residual)
 
     def route(self, x: Tensor) -> Routing:
         """Routing of x (..., model_dim), over tokens flattened to N, before any capacity limit."""
         self._check_shapes(x, None)
-        return self._route(x.reshape(-1, x.shape[-1]))
+        tokens = x.reshape(-1, x.shape[-1])
+        made: list[Routing] = []
 
-    def _route(self, x: Tensor, token_mask: Tensor | None = None) -> Routing:
-        return route_tokens(x, self.router, self.shared, token_mask)
+        def use(shared: BlockExperts, x: Tensor) -> tuple[Tensor, ...]:
+            made.append(self._route(x, None, shared))
+            return made[0].carriers()
+
+        return _carried(made, self.shared(tokens, use=use))
+
+    def _route(self, x: Tensor, token_mask: Tensor | None, shared: BlockExperts) -> Routing:
+        """Routing of (N, D) tokens, with the shared expert as it lends itself."""
+        made: list[Routing] = []
+
+        def use(router: Router, x: Tensor) -> tuple[Tensor, ...]:
+            made.append(route_tokens(x, router, shared, token_mask))
+            return made[0].carriers()
+
+        return _carried(made, self.router(x, use=use))
 
     def _masks_in_place(self, tokens: Tensor) -> bool:
-        return masks_in_place(tokens, self.router, self.config.num_blocks)
+        return masks_in_place(tokens, bare(self.router), self.config.num_blocks)
 
     def diversity_loss(self) -> Tensor:
-        """Gram loss of this layer's router, a float32 scalar."""
-        return self.router.diversity_loss()
+        """Gram loss of this layer's router, a float32 scalar; under FSDP 1 that of the last forward pass."""
+        return self.router(None, use=lambda router, _: router.gram_loss())
 
     def auxiliary_loss(self) -> Tensor:
         """The Gram loss."""
         return self.diversity_loss()
+
+
+def _carried(made: list[Routing], carriers: tuple[Tensor, ...]) -> Routing:
+    """A decision made inside a module's forward, carried by the tensors that came out of it."""
+    same = all(a is b for a, b in zip(made[0].carriers(), carriers, strict=True))
+    return made[0] if same else made[0].with_carriers(carriers)

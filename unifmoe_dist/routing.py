@@ -5,12 +5,17 @@ Shapes carry suffixes: N tokens, D model width, K residual experts, B blocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.lending import Lender, Result
 from unifmoe_dist.routing_policies import RouterPolicies
 
 
@@ -54,6 +59,17 @@ class Routing:
     dropped: Tensor | None = None
     by_products: ByProducts | None = None
 
+    def carriers(self) -> tuple[Tensor, ...]:
+        """The tensors that carry gradient."""
+        made = () if self.by_products is None else (self.by_products.coefficients,)
+        return (self.shared_demand, self.affinity, self.gates, *made)
+
+    def with_carriers(self, carriers: tuple[Tensor, ...]) -> Routing:
+        """The same decision, carried by equal tensors that someone has hooked into the backward pass."""
+        demand, affinity, gates, *made = carriers
+        products = replace(self.by_products, coefficients=made[0]) if self.by_products is not None else None
+        return replace(self, shared_demand=demand, affinity=affinity, gates=gates, by_products=products)
+
     @property
     def block_compute(self) -> Tensor:
         """(N,) int64, C_B = b + k (B - b): blocks executed per token."""
@@ -61,8 +77,10 @@ class Routing:
         return self.shared_block_count + self.expert_count * (num_blocks - self.shared_block_count)
 
 
-class Router(nn.Module):
+class Router(Lender):
     """The augmented router W* = [W_shr, W_g], stored with one row per column of the paper's matrix.
+
+    Called as a module it lends itself, so that hooks on it run: `router(x, use=lambda router, x: ...)`.
 
     Args:
         model_dim: Token width D.
@@ -73,28 +91,83 @@ class Router(nn.Module):
         weight: (K + 1, D); row 0 is the shared column. Rows start orthonormal.
     """
 
+    main = ("weight", 2)
+
     def __init__(self, model_dim: int, num_experts: int, policies: RouterPolicies | None = None) -> None:
         super().__init__()
         self.policies = policies or RouterPolicies()
         self.weight = nn.Parameter(torch.empty(num_experts + 1, model_dim))
+        self._kept: Tensor | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
             nn.init.orthogonal_(self.weight)
 
-    def forward(self, x_ND: Tensor, prototypes_BD: Tensor) -> Routing:
+    def forward(self, *tensors: Tensor | None, use: Callable[..., Result]) -> Result:
+        """`use(self, *tensors)`, see `Lender`."""
+        if getattr(self, "_is_fsdp_managed_module", False) and not isinstance(self.weight, nn.Parameter):
+            # FSDP 1 has the weight ready in forward passes alone: what the Gram loss needs of it is taken along.
+            if self.absence() is None:
+                self._kept = _KeptGram.apply(self.weight)
+        return super().forward(*tensors, use=use)
+
+    def decide(self, x_ND: Tensor, prototypes_BD: Tensor) -> Routing:
         """Route (N, D) tokens against (B, D) block prototypes. Always in float32, autocast or not."""
         with torch.autocast(x_ND.device.type, enabled=False):
             return route(x_ND.float(), self.weight.float(), prototypes_BD.float(), self.policies)
 
-    def diversity_loss(self) -> Tensor:
-        """Gram loss || W*^T W* - I ||_F, a float32 scalar; its gradient at exact orthonormality is 0."""
-        with torch.autocast(self.weight.device.type, enabled=False):
-            weight = self.weight.float()
-            gram = weight @ weight.T
-            # vector_norm takes the zero subgradient at 0, where the plain square root would give NaN.
-            return torch.linalg.vector_norm(gram - torch.eye(gram.shape[0], device=gram.device))
+    def gram_loss(self) -> Tensor:
+        """|| W*^T W* - I ||_F, a float32 scalar; its gradient at exact orthonormality is 0.
+
+        Where the weight is here in forward passes alone (FSDP 1), that of the last forward pass.
+
+        Raises:
+            UserError: the weight is not here, or the last forward pass kept nothing for a gradient.
+        """
+        weight = self.weight.full_tensor() if isinstance(self.weight, DTensor) else self.weight
+        if isinstance(self.weight, DTensor) or self.absence() is None:
+            with torch.autocast(weight.device.type, enabled=False):
+                return torch.linalg.vector_norm(_gram_error(weight.float()))
+        if self._kept is None:
+            self.require_weights("The Gram loss")
+            raise AssertionError("unreachable")
+        if torch.is_grad_enabled() and self.weight.requires_grad and not self._kept.requires_grad:
+            raise UserError(
+                "The last forward pass ran without gradients, so under FSDP the Gram loss has none; call it after a "
+                "training forward pass, and checkpoint activations with use_reentrant=False."
+            )
+        return self._kept
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}  # part of a graph, which cannot be copied
+
+
+def _gram_error(weight_KD: Tensor) -> Tensor:
+    gram_KK = weight_KD @ weight_KD.T
+    return gram_KK - torch.eye(gram_KK.shape[0], device=gram_KK.device)
+
+
+class _KeptGram(torch.autograd.Function):
+    """The Gram loss of a weight that is gone when the backward pass comes: its gradient is computed beforehand.
+
+    For the error E = W W^T - I, symmetric, the gradient of ||E|| is 2 E W / ||E||, and 0 where E is 0.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        with torch.autocast(weight.device.type, enabled=False):
+            wide = weight.float()
+            error = _gram_error(wide)
+            norm = torch.linalg.vector_norm(error)
+            ctx.save_for_backward(torch.where(norm > 0, 2 * error @ wide / norm.clamp(min=1e-30), 0).to(weight.dtype))
+        return norm
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gradient,) = ctx.saved_tensors
+        return grad.to(gradient.dtype) * gradient
 
 
 def route(

@@ -110,7 +110,7 @@ def route_tokens(
         with torch.autocast(x_ND.device.type, enabled=False):
             return triton_route(x_ND, router.weight, shared.keys[0], shared.num_blocks, token_mask_N)
     assert token_mask_N is None
-    return router(x_ND, shared.prototypes()[0])
+    return router.decide(x_ND, shared.prototypes()[0])
 
 
 def masks_in_place(x_ND: Tensor, router: Router, num_blocks: int) -> bool:

@@ -7,6 +7,7 @@ when gradient checkpointing runs that forward again, and then they see the mask 
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -42,15 +43,22 @@ def token_mask_from_attention(mask: Tensor | BlockMask | None, batch: int, lengt
 class TokenMaskBridge:
     """Takes the mask that attention receives to the UniF-MoE layer of the same block.
 
-    Shared by two forward pre-hooks and owned by their modules, so a copied or unpickled block has its own.
-    Masks are kept per device (replicas of `nn.DataParallel` share hooks) and only between the two hooks.
+    Shared by two forward pre-hooks. Masks are kept per thread (models serve several, replicas of `nn.DataParallel`
+    run in one each) and only between the two hooks, which one thread runs one after the other. So copies share it:
+    an adapter that copies the layer alone (PEFT's `modules_to_save`) still gets the mask.
     """
 
     def __init__(self) -> None:
-        self.pending: dict[str, Tensor | None] = {}
+        self.pending = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"pending": {}}
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.pending = threading.local()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TokenMaskBridge:
+        return self
 
     def attach(self, attention: nn.Module, layer: nn.Module) -> None:
         """Connect the self-attention and the UniF-MoE layer of one block."""
@@ -61,14 +69,14 @@ class TokenMaskBridge:
         """Hook on `attention(hidden_states (B, T, d), attention_mask, ...)`."""
         hidden = args[0] if args else kwargs["hidden_states"]
         mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
-        self.pending[str(hidden.device)] = token_mask_from_attention(mask, *hidden.shape[:2])
+        self.pending.mask = token_mask_from_attention(mask, *hidden.shape[:2])
 
     def hand_over(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Hook on `layer(x (B, T, d), token_mask=None)`; a mask given by the caller wins."""
         hidden = args[0] if args else kwargs["x"]
-        mask = self.pending.pop(str(hidden.device), None)
+        mask, self.pending.mask = getattr(self.pending, "mask", None), None
         if mask is None or len(args) > 1 or kwargs.get("token_mask") is not None:
             return None
         if mask.shape != hidden.shape[:-1]:  # left over from a call that failed half-way

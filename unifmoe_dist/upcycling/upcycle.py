@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar, Unpack
@@ -9,6 +10,7 @@ from typing import TypeVar, Unpack
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from unifmoe_dist.config import LayerChoices, UniFMoEConfig
 from unifmoe_dist.errors import UserError
@@ -97,6 +99,7 @@ def convert(
             name = type(present[0]).__name__.removesuffix("Layer").replace("UniFMoE", "UniF-MoE")
             raise UserError(f"Layer {index} already is a {name} layer; leave it out of layers.")
         ffn = adapter.read(blocks[index])
+        _require_weights(ffn, index, model)
         made[index] = _start(ffn, make, None if router_seed is None else router_seed + index)
     for index, layer in made.items():
         adapter.install(blocks[index], layer)
@@ -104,8 +107,27 @@ def convert(
 
 
 def moe_layers(model: nn.Module) -> dict[str, ExpertLayer]:
-    """The layers of experts of a model, UniF-MoE's and others, by module name, in the order of the model."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, ExpertLayer)}
+    """The layers of experts of a model, UniF-MoE's and others, by module name, in the order of the model.
+
+    Of a layer that PEFT has copied (`modules_to_save`), only the copy or the original that now runs.
+    """
+    idle = {id(layer) for module in model.modules() for layer in _idle_copies(module)}
+    return {
+        name: module for name, module in model.named_modules()
+        if isinstance(module, ExpertLayer) and id(module) not in idle
+    }  # fmt: skip
+
+
+def _idle_copies(module: nn.Module) -> list[nn.Module]:
+    """What PEFT's wrapper of a module to save holds beside the one that it calls."""
+    peft = sys.modules.get("peft.utils.other")
+    if peft is None or not isinstance(module, peft.ModulesToSaveWrapper):
+        return []
+    copies = dict(module.modules_to_save)
+    active = [name for name in module.active_adapters if name in copies]
+    runs = module.original_module if module.disable_adapters or not active else copies[active[0]]
+    idle = [copy for copy in (module.original_module, *copies.values()) if copy is not runs]
+    return [inner for copy in idle for inner in copy.modules()]
 
 
 def diversity_loss(model: nn.Module) -> Tensor:
@@ -138,6 +160,19 @@ def _resolve(layers: Iterable[int], depth: int) -> list[int]:
     if not resolved:
         raise UserError(f"layers is empty; name at least one layer from 0 to {depth - 1}.")
     return resolved
+
+
+def _require_weights(ffn: DenseFFN, index: int, model: nn.Module) -> None:
+    """Refuse to copy weights that are not here, unless none of the model's are: then layers have none either."""
+    for part in (ffn.up, ffn.down):
+        weight = part.weight
+        if isinstance(weight, DTensor) or weight.dim() != 2 or getattr(part, "_is_fsdp_managed_module", False):
+            where = "spread over ranks; upcycle the model before FSDP, ZeRO 3 or tensor parallelism takes it"
+        elif weight.is_meta and (hasattr(part, "_hf_hook") or not all(p.is_meta for p in model.parameters())):
+            where = "not in memory (offloaded, or on the meta device); load the model whole, upcycle it, then offload"
+        else:
+            continue
+        raise UserError(f"The weights of the FFN in layer {index} are {where}.")
 
 
 def _start(ffn: DenseFFN, make: Callable[[DenseFFN], ExpertLayer], seed: int | None) -> ExpertLayer:

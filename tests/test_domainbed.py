@@ -401,6 +401,18 @@ def test_local_weights_are_loaded_and_fitted(published, tmp_path):
     assert all(torch.equal(same[name], weight) for name, weight in weights.items())  # the classifier too
 
 
+def test_a_distilled_backbone_has_two_classifiers(tmp_path):
+    """Both were trained on the file's classes: where those are others, both are new."""
+    distilled, path = "deit_tiny_distilled_patch16_224", tmp_path / "deit.pth"
+    weights = build_backbone(distilled, 1000, 32, "none").state_dict()
+    torch.save({"model": weights}, path)
+    state = build_backbone(distilled, 7, 32, str(path)).state_dict()
+    assert state["head.weight"].shape == state["head_dist.weight"].shape == (7, 192)
+    assert all(torch.equal(state[name], weights[name]) for name in weights if not name.startswith("head"))
+    same = build_backbone(distilled, 1000, 32, str(path)).state_dict()
+    assert all(torch.equal(same[name], weight) for name, weight in weights.items())
+
+
 def test_dropout_is_on_outputs_and_depth_is_stochastic():
     model = build_backbone(TINY, 7, 32, "none", dropout=0.2, drop_path=0.1)
     assert [(b.mlp.drop1.p, b.mlp.drop2.p, b.attn.proj_drop.p) for b in model.blocks] == [

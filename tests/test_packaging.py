@@ -95,6 +95,16 @@ def test_what_the_wheel_says(built):
     assert set(text.get_all("Provides-Extra")) == set(licences.requirements()) - {""}
 
 
+def test_mpi4py_is_an_extra():
+    """Its presence alone makes Lightning, Accelerate and DeepSpeed look for an MPI library."""
+    wanted = licences.requirements()
+    assert {r.name for r in wanted["mpi"]} == {"mpi4py"}
+    others = {r.name for extra, requirements in wanted.items() for r in requirements if extra != "mpi"}
+    assert "mpi4py" not in others and "[test,text]" in (ROOT / "Makefile").read_text()
+    for image in (ROOT / "docker/Dockerfile", ROOT / "docker/Dockerfile.cpu"):
+        assert "openmpi-bin" in image.read_text() and "-e '.[test,text,mpi]'" in image.read_text()
+
+
 def test_the_source_archive_is_whole(built):
     (archive,) = built.glob("*.tar.gz")
     with tarfile.open(archive) as source:

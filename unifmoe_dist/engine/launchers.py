@@ -86,8 +86,8 @@ def find_master() -> None:
     Under MPI this asks rank 0 through mpi4py, so all ranks must call it.
 
     Raises:
-        UserError: started by mpirun, but mpi4py finds no MPI library; several ranks were started by nothing known, and
-            have not joined yet.
+        UserError: started by mpirun, but mpi4py is not installed or finds no MPI library; several ranks were started by
+            nothing known, and have not joined yet.
     """
     absent = [name for name in _MASTER if not os.environ.get(name)]
     if not absent:
@@ -119,9 +119,13 @@ def _ask_rank_0() -> tuple[str, int]:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
+        if isinstance(error, ModuleNotFoundError):
+            why = "mpi4py is not installed; `pip install 'unifmoe-dist[mpi]'`"
+        else:
+            why = f"mpi4py finds no MPI library ({str(error).splitlines()[0]}); install one"
         raise UserError(
-            f"the job was started by mpirun, but mpi4py finds no MPI library ({error}); install one, or set "
-            "MASTER_ADDR and MASTER_PORT to an address and free port of the first node."
+            f"the job was started by mpirun, but {why}, or set MASTER_ADDR and MASTER_PORT to an address and free port "
+            "of the first node."
         ) from error
     mine = (outward_address(), free_port()) if MPI.COMM_WORLD.Get_rank() == 0 else None
     return MPI.COMM_WORLD.bcast(mine, root=0)

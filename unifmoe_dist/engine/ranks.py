@@ -123,7 +123,7 @@ def running_ranks(
                 timeout=timeout, device_id=device if cuda else None,
             )  # fmt: skip
         with compiling.announced(compiling.SHARED_MEMORY):
-            deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
+            deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
     except (dist.DistError, RuntimeError) as error:
         raise _not_joined(error, timeout_s) from error
     place = Ranks(dist.get_rank(), dist.get_world_size(), device)

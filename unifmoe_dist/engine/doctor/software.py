@@ -65,18 +65,29 @@ def tutel() -> Iterator[Finding]:
 
 
 def mpi() -> Iterator[Finding]:
-    """In a process of its own: an MPI library that cannot start ends the process that asks."""
+    """In a process of its own: an MPI library that cannot start ends the process that asks.
+
+    Without mpi4py only mpirun is missing. With it, but without a library that works, others trip over it: Lightning,
+    and DeepSpeed in a process that no launcher started.
+    """
     program = "from mpi4py import MPI; print(MPI.Get_library_version())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
     said = [line.strip(" *-") for line in (done.stdout if done.returncode == 0 else done.stderr).splitlines()]
     first = next((line for line in said if line), f"exit status {done.returncode}")
     if done.returncode == 0:
         yield ok("MPI", first.split(",")[0].strip())
+    elif "ModuleNotFoundError: " in done.stderr:
+        advice = "only for mpirun: `pip install 'unifmoe-dist[mpi]'` where an MPI library is installed"
+        yield note("MPI", "mpi4py is not installed", advice)
     elif "Error: " in done.stderr:  # Python's, on importing it
-        advice = "only for mpirun: `apt-get install libopenmpi-dev`, or your cluster's MPI module"
+        advice = (
+            "`pip uninstall mpi4py` unless mpirun starts your jobs: Lightning, and DeepSpeed without a launcher, fail "
+            "with it as it is; for mpirun `apt-get install libopenmpi-dev`, or your cluster's MPI module"
+        )
         yield note("MPI", "mpi4py finds no MPI library", advice)
     else:
-        yield note("MPI", f"the library does not start: {first}", "only for mpirun: load your cluster's MPI module")
+        advice = "load your cluster's MPI module, or `pip uninstall mpi4py` unless mpirun starts your jobs"
+        yield note("MPI", f"the library does not start: {first}", advice)
 
 
 def models() -> Iterator[Finding]:

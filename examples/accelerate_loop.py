@@ -12,6 +12,7 @@ from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 
 from unifmoe_dist import diversity_loss, upcycle
+from unifmoe_dist.leaving import leave
 
 accelerator = Accelerator()  # with `accelerate config`, this is where DeepSpeed, bf16 or FSDP come in
 torch.manual_seed(0)
@@ -39,3 +40,4 @@ with torch.no_grad():
 accuracy = torch.cat(hits).float().mean().item()
 accelerator.print(f"{accelerator.num_processes} process(es): loss {loss.item():.3f}, accuracy {accuracy:.3f}")
 accelerator.end_training()
+leave()  # not through the interpreter's own end, which may abort while gloo's threads run

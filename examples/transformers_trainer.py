@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trai
 
 from unifmoe_dist import diversity_loss, upcycle
 from unifmoe_dist.data.acceptability import encoder_path, labelled_sentences
+from unifmoe_dist.leaving import leave
 
 
 class GramTrainer(Trainer):
@@ -53,3 +54,4 @@ loss = trainer.train().training_loss
 if trainer.is_world_process_zero():
     print(f"loss {loss:.3f}")
     model.save_pretrained("runs/transformers-trainer/model")
+leave()  # not through the interpreter's own end, which may abort while gloo's threads run

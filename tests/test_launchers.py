@@ -18,10 +18,11 @@ ROOT = Path(__file__).parent.parent
 LAUNCHER_PREFIXES = ("OMPI_", "PMI", "SLURM_", "MPI_")
 # Joins the job with both ranks in one expert-parallel group and adds up 1 + 2 over them.
 PROGRAM = (
-    "import torch\nfrom unifmoe_dist.engine.ranks import running_ranks\n"
+    "import torch\nfrom unifmoe_dist.engine.ranks import running_ranks\nfrom unifmoe_dist.leaving import leave\n"
     "with running_ranks(2) as ranks:\n"
     "    total = ranks.all_sum(torch.tensor([ranks.rank + 1.0]))\n"
     "    print(f'joined {ranks.rank} of {ranks.world_size} sum {float(total)}\\n', end='', flush=True)\n"
+    "leave()\n"
 )
 EXPECTED = {f"joined {rank} of 2 sum 3.0" for rank in (0, 1)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -48,10 +49,22 @@ class UsageSummary:
         )  # fmt: skip
 
 
+def recomputing() -> bool:
+    """Whether this forward pass runs inside a backward pass: activation checkpointing repeats what was counted."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _tracing(tensor: Tensor) -> bool:
+    """Whether only shapes are known: torch.export, a FakeTensorMode, the meta device."""
+    fake = sys.modules.get("torch._subclasses.fake_tensor")  # no fake tensor without it
+    return tensor.is_meta or torch.compiler.is_compiling() or (fake is not None and isinstance(tensor, fake.FakeTensor))
+
+
 class Usage:
     """Adds up what a layer's routing decided since the last reset.
 
-    `totals` is updated in place, so that a captured CUDA graph keeps counting.
+    A forward pass that only traces the model, or repeats another for the backward pass, counts nothing. `totals` is
+    updated in place, so that a captured CUDA graph keeps counting.
     """
 
     def __init__(self) -> None:
@@ -62,6 +75,8 @@ class Usage:
     @torch.no_grad()
     def update(self, routing: Routing) -> None:
         """Count the tokens of one routing decision; masked ones, which share no block, are left out."""
+        if recomputing() or _tracing(routing.gates):
+            return
         by_products = routing.by_products
         self._add(self._sums(routing) if by_products is None else by_products.statistics, routing.gates.shape[1])
 
@@ -73,6 +88,8 @@ class Usage:
         `blocks_per_expert` is what one of them costs, in blocks of a dense FFN cut into `num_blocks`. Nothing is
         shared and nothing dropped.
         """
+        if recomputing() or _tracing(gates):
+            return
         load = (gates != 0).double().sum(0)
         tokens, nothing = load.new_tensor([gates.shape[0]]), load.new_zeros(3 + num_blocks)
         count = load.sum()[None]

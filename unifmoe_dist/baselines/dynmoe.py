@@ -19,6 +19,7 @@ from unifmoe_dist.baselines.dynamic import DynamicConfig, DynamicExpertLayer
 from unifmoe_dist.baselines.gated import Gating, largest
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import AppliedStep, ChangedRows
+from unifmoe_dist.usage import recomputing
 
 LARGEST_SCALE = 100.0
 
@@ -103,7 +104,7 @@ class DynMoELayer(DynamicExpertLayer[DynMoEConfig]):
         chosen = _Sign.apply(F.relu(scores - thresholds))
         gates = chosen / chosen.sum(-1, keepdim=True).clamp(min=1)
         none = (chosen == 0).all(-1, keepdim=True)
-        if self.training:
+        if self.training and not recomputing():
             self._record(x, gates, none)
         else:
             gates = torch.where(none, largest(scores, 1).float(), gates)

@@ -19,6 +19,7 @@ from unifmoe_dist.engine import failure, terminal
 from unifmoe_dist.engine.option_errors import one_sentence
 from unifmoe_dist.engine.restart import resumes
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.leaving import leave_if_joined
 
 
 def train_parser(prog: str | None = None) -> ArgumentParser:
@@ -139,8 +140,11 @@ def run_main(main: Callable[[Sequence[str]], None]) -> None:
             if failure.in_job():
                 failure.leave_for(error)
             _flush()
+            if error.code is None or isinstance(error.code, int):
+                leave_if_joined(error.code or 0)
             raise
         _flush()
+        leave_if_joined()
     except SystemExit:
         raise
     except BaseException as error:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from unifmoe_dist.config import ParallelConfig
 from unifmoe_dist.engine import compiling, failure, launchers, network, rendezvous
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.leaving import note_joined
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ def running_ranks(
     Raises:
         UserError: the ranks did not find one another.
 
-    Leaving without destroying the process group aborts at random on gloo, after the work has succeeded.
+    A program ends with `unifmoe_dist.leaving.leave`, as `run_main` does: the interpreter's own end may abort on gloo,
+    after the work has succeeded.
     """
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no other
@@ -126,6 +128,7 @@ def running_ranks(
             deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
     except (dist.DistError, RuntimeError) as error:
         raise _not_joined(error, timeout_s) from error
+    note_joined()
     place = Ranks(dist.get_rank(), dist.get_world_size(), device)
     try:
         if expert_parallel_size > 1:

@@ -1,0 +1,44 @@
+"""How a process that was a rank ends."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from contextlib import suppress
+from typing import NoReturn
+
+import torch.distributed as dist
+
+_joined = False
+
+
+def note_joined() -> None:
+    """Remember that this process made a process group."""
+    global _joined
+    _joined = True
+
+
+def leave_if_joined(status: int = 0) -> None:
+    """`leave`, where this process made a process group."""
+    if _joined:
+        leave(status)
+
+
+def leave(status: int = 0) -> NoReturn:
+    """End this process, exit functions and buffered output included, without taking the interpreter down.
+
+    gloo's threads run until nothing refers to their process group, and `destroy_process_group` does not change that:
+    a model under DistributedDataParallel, DeepSpeed's engine, a loss that is still held, and defaults of functions in
+    torch.distributed refer to it. An interpreter that goes down around these threads aborts at random ("terminate
+    called without an active exception"), after the work has succeeded.
+    """
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter's own end does
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # nobody may read it any more, or it is closed
+            stream.flush()
+    os._exit(status)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from unifmoe_dist import Routing, UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.kernels import grouped, grouped_block_ffn, reference_block_ffn
+from unifmoe_dist.kernels import grouped, grouped_block_ffn, reference_block_ffn, use_kernels
 from unifmoe_dist.routing import route
 from unifmoe_dist.routing_policies import FixedCount, FixedDemand, RouterPolicies, prefix_order
 
@@ -305,6 +305,29 @@ def test_usage_can_be_taken_back():
     assert torch.equal(layer.usage.totals, once) and once[0] == 3
     layer.usage.restore(empty)
     assert not layer.usage.totals.any()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_forward_pass_that_the_backward_pass_repeats_counts_once(reentrant):
+    layer, x = make_layer(), torch.randn(5, 16, requires_grad=True)
+    once = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant)
+    once.square().sum().backward()
+    assert layer.usage.totals[0] == 5
+    twice = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant)
+    torch.autograd.grad(twice.sum(), x) if not reentrant else twice.sum().backward()
+    assert layer.usage.totals[0] == 10
+
+
+@torch.no_grad()
+def test_tracing_counts_nothing():
+    """Before the first real pass it would leave a tensor without values, after it count what never was."""
+    layer, x = make_layer(), torch.randn(5, 16)
+    with use_kernels("reference"):
+        torch.export.export(layer, (x,), strict=False)
+        assert layer.usage.totals is None
+        layer(x)
+        torch.export.export(layer, (x,), strict=False)
+    assert layer.usage.totals[0] == 5 and type(layer.usage.totals) is torch.Tensor
 
 
 @pytest.mark.parametrize("dtype,tol", [(torch.bfloat16, 5e-2), (torch.float16, 1e-2)])

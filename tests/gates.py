@@ -51,7 +51,8 @@ def emoe_learn(x: Tensor, p: Parameters, top_k: int, **_) -> dict[int, Tensor]:
 
 
 def dynmoe(x: Tensor, p: Parameters, active: list[int], training: bool, **_) -> dict[int, Tensor]:
-    factor = torch.exp(p["router.temperature"][0].clamp(max=math.log(100)))
+    temperature = p.get("router.temperature")
+    factor = 1.0 if temperature is None else torch.exp(temperature[0].clamp(max=math.log(100)))
     scores = {e: torch.sigmoid(factor * _cosine(x, p["router.weight"][e])) for e in active}
     margins = {e: s - torch.sigmoid(factor * p["router.thresholds"][e]) for e, s in scores.items()}
     # The sign is 1 with the gradient of its argument.

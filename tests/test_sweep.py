@@ -106,10 +106,10 @@ def test_a_run_has_its_options_and_a_folder_of_its_own(tmp_path):
 
 
 def test_a_method_may_have_other_options_on_a_data_set(tmp_path):
-    runs = expand(Selection(("pacs", "digits"), ("emoe", "dynmoe"), seeds=(0,)), tmp_path, CONFIGS)
+    runs = expand(Selection(("pacs", "digits", "qnli"), ("emoe", "dynmoe"), seeds=(0,)), tmp_path, CONFIGS)
     shapes = {(run.task, run.method): (run.config.model.num_experts, run.config.model.top_k) for run in runs}
     assert shapes["pacs", "emoe"] == (24, 4) and shapes["digits", "emoe"] == (16, 3)
-    assert shapes["pacs", "dynmoe"][0] == 8 and shapes["digits", "dynmoe"][0] == 6
+    assert shapes["pacs", "dynmoe"][0] == 6 and shapes["qnli", "dynmoe"][0] == 8 and shapes["digits", "dynmoe"][0] == 6
 
 
 @pytest.mark.parametrize(

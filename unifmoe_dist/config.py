@@ -168,8 +168,13 @@ class ModelConfig:
         num_blocks: Number B of blocks per expert.
         top_k: Experts per token of the layers that route to a fixed number (topk, gmoe, emoe, emoe_learn).
         max_experts: Most experts of the layers that add some in training (dynmoe, mass); null takes num_experts + 2.
-        adapt_every: Steps between decisions of dynmoe to add and remove experts; 0 makes none.
+        load_loss: What the load loss of gmoe, emoe and emoe_learn compares with the weakest chosen logit: probabilities
+            as in the authors' code (tutel), or logits as in the paper that it comes from (shazeer).
+        adapt_every: Steps between decisions of dynmoe to add and remove experts; 0 makes none, epoch one each epoch.
+        gate_temperature: Whether dynmoe's gate learns a temperature.
         mass_threshold: Routing mass that the experts of a token reach together in mass.
+        mass_window: Steps over which mass watches gradients; null takes the authors' share of the run.
+        mass_warmup: Steps before mass judges an expert's gradient; null takes the authors' share of the run.
         shared_demand: Fixed alpha of UniF-MoE, an ablation; null adapts it to the token.
         fixed_experts: Fixed number k of residual experts of UniF-MoE, an ablation; null adapts it to the token.
         block_choice: How UniF-MoE chooses shared blocks: by prototype, or the first ones (prefix, an ablation).
@@ -189,8 +194,12 @@ class ModelConfig:
     num_blocks: int = 8
     top_k: int = 2
     max_experts: int | None = None
-    adapt_every: int = 1
+    load_loss: Literal["tutel", "shazeer"] = "tutel"
+    adapt_every: int | Literal["epoch"] = 1
+    gate_temperature: bool = False
     mass_threshold: float = 0.3
+    mass_window: int | None = None
+    mass_warmup: int | None = None
     shared_demand: float | None = None
     fixed_experts: int | None = None
     block_choice: Literal["prototype", "prefix"] = "prototype"
@@ -572,7 +581,12 @@ def _check_baseline(config: TrainConfig) -> None:
         f"model.max_experts {model.max_experts} is below model.num_experts {model.num_experts}, the experts that "
         f"{model.moe} starts with.",
     )
-    _check(model.adapt_every >= 0, f"model.adapt_every must be at least 0, not {model.adapt_every}.")
+    _check(
+        model.adapt_every == "epoch" or model.adapt_every >= 0,
+        f"model.adapt_every must be at least 0 or epoch, not {model.adapt_every}.",
+    )
+    for name, value, least in (("mass_window", model.mass_window, 2), ("mass_warmup", model.mass_warmup, 0)):
+        _check(value is None or value >= least, f"model.{name} must be at least {least} or null, not {value}.")
     _check(
         0 < model.mass_threshold <= 1,
         f"model.mass_threshold must be above 0 and at most 1, not {model.mass_threshold}.",

@@ -29,11 +29,13 @@ class AppliedStep:
         step: Its number, from 1.
         all_sum: Sums a tensor over all ranks, as float64 on the CPU.
         task_loss: Task loss of the step's last micro-batch with the weights as they are now, averaged over ranks.
+        epoch_steps: Steps in a pass over the training data; None where nothing counts them.
     """
 
     step: int
     all_sum: Callable[[Tensor], Tensor]
     task_loss: Callable[[], float]
+    epoch_steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class ExpertLayer(nn.Module, Generic[Config]):
 
     replicated: ClassVar[tuple[str, ...]] = ()
     """Names of banks of one expert that every rank holds beside `experts`."""
+    resized: ClassVar[tuple[str, ...]] = ()
+    """Names of buffers that the layer fits to its own length when they are loaded."""
 
     def __init__(
         self, config: Config, expert_group: dist.ProcessGroup | None = None, dispatcher: str = "auto"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -14,6 +14,8 @@ from unifmoe_dist.baselines.dynmoe import DynMoEConfig, DynMoELayer
 from unifmoe_dist.baselines.emoe import EMoEConfig, EMoELayer, EMoELearnLayer
 from unifmoe_dist.baselines.gmoe import GMoELayer
 from unifmoe_dist.baselines.mass import MASSConfig, MASSLayer
+from unifmoe_dist.baselines.mass_schedule import VISION, mass_schedule
+from unifmoe_dist.baselines.noisy_top_k import LoadLoss, NoisyTopKConfig
 from unifmoe_dist.baselines.topk import TopKConfig, TopKLayer
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import ExpertLayer
@@ -33,18 +35,39 @@ class LayerOptions:
         num_blocks: Parts B of the dense FFN in which cost is counted.
         top_k: Experts per token (topk, gmoe, emoe, emoe_learn).
         max_experts: Most experts there can be (dynmoe, mass).
-        adapt_every: Steps between adding and removing experts (dynmoe).
+        load_loss: What the load loss compares, tutel or shazeer (gmoe, emoe, emoe_learn).
+        adapt_every: Steps between adding and removing experts, or "epoch" (dynmoe).
+        gate_temperature: Whether the gate has a temperature (dynmoe).
         mass_threshold: Routing mass that a token's experts reach together (mass).
         expansion_steps: Steps at the start in which experts may be added (mass).
+        mass_window: Steps over which an expert's gradient is watched; None takes the authors' share (mass).
+        mass_warmup: Steps before an expert's gradient is judged; None too (mass).
+        mass_untried: Copies that there may be before the last one is tried (mass).
     """
 
     num_experts: int = 6
     num_blocks: int = 8
     top_k: int = 2
     max_experts: int = 8
-    adapt_every: int = 1
+    load_loss: LoadLoss = "tutel"
+    adapt_every: int | Literal["epoch"] = 1
+    gate_temperature: bool = False
     mass_threshold: float = 0.3
     expansion_steps: int = 500
+    mass_window: int | None = None
+    mass_warmup: int | None = None
+    mass_untried: int = 0
+
+    @classmethod
+    def from_saved(cls, method: str, saved: Mapping[str, Any]) -> LayerOptions:
+        """The options that a model was saved with; those that its version did not know are what it did without them."""
+        options = {field.name: saved[field.name] for field in fields(cls) if field.name in saved}
+        if method == "dynmoe":
+            options.setdefault("gate_temperature", True)
+        if method == "mass" and "mass_window" not in saved:
+            steps = options.get("expansion_steps", cls.expansion_steps)
+            options.update(mass_window=max(2, min(200, steps * 2 // 5)), mass_warmup=min(100, steps // 5))
+        return cls(**options)
 
 
 Builder = Callable[[dict[str, Any], LayerOptions, ProcessGroup | None, str], ExpertLayer]
@@ -57,29 +80,41 @@ def _fixed(config: type[TopKConfig], layer: Callable[..., ExpertLayer]) -> Build
     return build
 
 
+def _noisy(config: type[NoisyTopKConfig], layer: Callable[..., ExpertLayer]) -> Builder:
+    def build(shape: dict[str, Any], options: LayerOptions, group: ProcessGroup | None, name: str) -> ExpertLayer:
+        own = config(**shape, num_experts=options.num_experts, top_k=options.top_k, load_loss=options.load_loss)
+        return layer(own, group, name)
+
+    return build
+
+
 def _slots(options: LayerOptions) -> dict[str, Any]:
     """Experts that can be and that are at the start, as a `DynamicConfig` names them."""
     return {"num_experts": options.max_experts, "initial_experts": options.num_experts}
 
 
 def _dynmoe(shape: dict[str, Any], options: LayerOptions, group: ProcessGroup | None, name: str) -> ExpertLayer:
-    return DynMoELayer(DynMoEConfig(**shape, **_slots(options), adapt_every=options.adapt_every), group, name)
+    config = DynMoEConfig(
+        **shape, **_slots(options), adapt_every=options.adapt_every, gate_temperature=options.gate_temperature
+    )
+    return DynMoELayer(config, group, name)
 
 
 def _mass(shape: dict[str, Any], options: LayerOptions, group: ProcessGroup | None, name: str) -> ExpertLayer:
-    # The authors' windows belong to 500 steps of expansion; shorter runs watch in the same proportions.
+    rule = mass_schedule(10 * options.expansion_steps, VISION)
     config = MASSConfig(
         **shape, **_slots(options), mass_threshold=options.mass_threshold, expansion_steps=options.expansion_steps,
-        window=max(2, min(200, options.expansion_steps * 2 // 5)), warmup=min(100, options.expansion_steps // 5),
+        window=rule.window if options.mass_window is None else options.mass_window,
+        warmup=rule.warmup if options.mass_warmup is None else options.mass_warmup, untried=options.mass_untried,
     )  # fmt: skip
     return MASSLayer(config, group, name)
 
 
 MOE_LAYERS: dict[str, Builder] = {
     "topk": _fixed(TopKConfig, TopKLayer),
-    "gmoe": _fixed(TopKConfig, GMoELayer),
-    "emoe": _fixed(EMoEConfig, EMoELayer),
-    "emoe_learn": _fixed(EMoEConfig, EMoELearnLayer),
+    "gmoe": _noisy(NoisyTopKConfig, GMoELayer),
+    "emoe": _noisy(EMoEConfig, EMoELayer),
+    "emoe_learn": _noisy(EMoEConfig, EMoELearnLayer),
     "dynmoe": _dynmoe,
     "mass": _mass,
 }

@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 from unifmoe_dist.baselines.balanced_kmeans import balanced_kmeans
 from unifmoe_dist.baselines.gated import GatedExpertLayer, Gating
-from unifmoe_dist.baselines.noisy_top_k import noisy_top_k
-from unifmoe_dist.baselines.topk import TopKConfig
+from unifmoe_dist.baselines.noisy_top_k import NoisyTopKConfig, noisy_top_k
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import AppliedStep, ChangedRows
 
 
 @dataclass(frozen=True)
-class EMoEConfig(TopKConfig):
+class EMoEConfig(NoisyTopKConfig):
     """Shape of a layer that splits the dense FFN; num_experts must divide its hidden_dim."""
 
     def __post_init__(self) -> None:
@@ -44,8 +43,8 @@ class EMoELayer(GatedExpertLayer[EMoEConfig]):
     every expert, so that with k = K the layer is the dense FFN.
 
     In training the original adds noise of deviation 1 / K to the logits and an auxiliary loss of importance and load
-    with weight 0.01 (which here trains what comes before the layer), and so does this one. No token is dropped; the
-    original has a capacity factor of 1.5.
+    with weight 0.01 (which here trains what comes before the layer), and so does this one: see `load_importance_loss`
+    for what load is. No token is dropped; the original has a capacity factor of 1.5.
 
     Attributes:
         router: `router.weight` is (K, model_dim), the experts' mean keys as of the last step.
@@ -109,7 +108,8 @@ class EMoELayer(GatedExpertLayer[EMoEConfig]):
 
     def _gate(self, x: Tensor) -> Gating:
         logits = x @ self.router.weight.float().T
-        choice = noisy_top_k(logits, self.config.top_k, self.gate_noise, self.training)
+        config = self.config
+        choice = noisy_top_k(logits, config.top_k, self.gate_noise, self.training, config.load_loss)
         return Gating(choice.scores, self._coefficients(choice.scores, choice.chosen), choice.auxiliary)
 
     def _coefficients(self, scores: Tensor, chosen: Tensor) -> Tensor:

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unifmoe_dist.baselines.gated import GatedExpertLayer, Gating
-from unifmoe_dist.baselines.noisy_top_k import noisy_top_k
-from unifmoe_dist.baselines.topk import TopKConfig
+from unifmoe_dist.baselines.noisy_top_k import NoisyTopKConfig, noisy_top_k
 
 PROJECTION_DIM = 256
 LARGEST_SCALE = 100.0
@@ -47,19 +46,21 @@ class CosineRouter(nn.Module):
         return cosine * self.temperature.float().clamp(max=math.log(LARGEST_SCALE)).exp()
 
 
-class GMoELayer(GatedExpertLayer[TopKConfig]):
+class GMoELayer(GatedExpertLayer[NoisyTopKConfig]):
     """Cosine routing to the top k experts, whose softmax scores are renormalised over the chosen ones if k > 1.
 
     In training, noise of deviation `gate_noise` / K is added to the logits, and the auxiliary loss is
-    (importance + load) / 2 with weight 0.01, both as in the original. The paper's setting is 6 experts, k = 2, in
-    layers 8 and 10 of 12; the released code has k = 1. Departures: no token is dropped (the original has a capacity
-    factor of 1.5) and there is no dropout on hidden channels (0.1 there).
+    (importance + load) / 2 with weight 0.01, both as in the original: see `load_importance_loss` for what load is. The
+    paper's setting is 6 experts, k = 2, in layers 8 and 10 of 12; the released code has k = 1. No token is dropped,
+    where the original has a capacity factor of 1.5.
+
+    With K = 16 and k of 1, 2, 4 or 8 in BERT-large it is the "MoE" of DynMoE's GLUE scripts (`--gate_type cosine_top`).
     """
 
     gate_noise = 1.0
 
     def __init__(
-        self, config: TopKConfig, expert_group: dist.ProcessGroup | None = None, dispatcher: str = "auto"
+        self, config: NoisyTopKConfig, expert_group: dist.ProcessGroup | None = None, dispatcher: str = "auto"
     ) -> None:
         super().__init__(config, expert_group, dispatcher)
         self.router = CosineRouter(config.model_dim, config.num_experts)
@@ -67,7 +68,7 @@ class GMoELayer(GatedExpertLayer[TopKConfig]):
         self.reset_parameters()
 
     def _gate(self, x: Tensor) -> Gating:
-        choice = noisy_top_k(self.router(x), self.config.top_k, self.gate_noise, self.training)
+        choice = noisy_top_k(self.router(x), self.config.top_k, self.gate_noise, self.training, self.config.load_loss)
         gates = torch.where(choice.chosen, choice.scores, 0)
         if self.config.top_k > 1:
             gates = gates / gates.sum(-1, keepdim=True)

@@ -1,14 +1,15 @@
 """MASS: Park and Park, "How Many Experts Are Enough? Towards Optimal Semantic Specialization for Mixture-of-Experts",
 AAAI 2026 (arXiv 2512.19765).
 
-Facts from the abstract and the code (github.com/psmiz/MASS: the gate `mass`, `moe_layer_mass`, `algorithms_mass`).
+Facts from the abstract and the code (github.com/psmiz/MASS: the gate `mass`, `moe_layer_mass`, `algorithms_mass`,
+`train_mass` for DomainBed and `search_glue_no_trainer_mass` for GLUE). docs/fidelity.md compares the numbers.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -29,12 +30,14 @@ class MASSConfig(DynamicConfig):
     Args:
         mass_threshold: Routing mass tau that a token's experts must reach together; the authors use 0.3 on DomainBed
             and 0.5 on GLUE.
-        expansion_steps: Steps at the start in which experts may be added; the authors use a tenth of the run.
-        window: Steps over which an expert's gradient is watched.
-        warmup: Steps before an expert's gradient is judged.
+        expansion_steps: Steps at the start in which experts may be added and the redundancy loss acts; the authors use
+            a tenth of the run.
+        window: Steps over which an expert's gradient is watched; see `mass_schedule`.
+        warmup: Steps before an expert's gradient is judged; see `mass_schedule`.
         p_limit: Probability below which a gradient counts as drifting.
         similarity_limit: Largest |cosine| between an expert's weights and its gradient at which it is duplicated.
         patience: Experts that may be taken back because they did not lower the loss, before expansion ends.
+        untried: Copies that there may be before the last one is tried; the authors use 0 on DomainBed and 1 on GLUE.
     """
 
     mass_threshold: float = 0.3
@@ -44,6 +47,7 @@ class MASSConfig(DynamicConfig):
     p_limit: float = 0.01
     similarity_limit: float = 0.001
     patience: int = 3
+    untried: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,6 +55,12 @@ class MASSConfig(DynamicConfig):
             raise UserError(f"mass_threshold must be above 0 and at most 1, not {self.mass_threshold!r}.")
         if self.window < 2:
             raise UserError(f"window must be at least 2 steps, not {self.window!r}.")
+
+
+EXPANDING, FULL, OVER = 0, 1, 2
+"""Phases of a MASS layer: experts may be added; no more are, but the redundancy loss acts; neither."""
+LEAST_NORM = torch.finfo(torch.float32).tiny
+"""What a window holds for a gradient of 0, which is an entry like others; 0 stands where there is none yet."""
 
 
 class MASSLayer(DynamicExpertLayer[MASSConfig]):
@@ -63,13 +73,14 @@ class MASSLayer(DynamicExpertLayer[MASSConfig]):
     the window, divided by the root of its length, is taken as standard normal. If its upper tail is below `p_limit`
     and the gradient is nearly orthogonal to the keys (|cosine| < `similarity_limit`), the expert and its router row
     are copied into a free slot, and the step is split: the copy keeps all of it, the source only its part along its
-    own keys, row by row. Before the next copy the last one is tried: if the task loss is no higher without it, it is
-    taken back, at most `patience` times. The auxiliary loss, weight 0.01, is the sum of squared cosines between the
-    router rows of copy and source. There is no balance loss.
+    own keys, row by row. Both then warm up anew: norms are noted, but no z, so that the source keeps its old ones.
+    Before the next copy the last one is tried: if the task loss is no higher without it, it is taken back, at most
+    `patience` times. While experts may be added the auxiliary loss, weight 0.01, is the sum of squared cosines between
+    the router rows of copy and source; afterwards it is 0. There is no balance loss.
 
     Differences from the code, all because experts are sharded and the optimiser is DeepSpeed's: the update of the step
     is split, not its gradient (for SGD that is the same); the two task losses are compared after the step; with several
-    replicas the gradient norm is the mean of the replicas' own norms; a copy that is taken back frees its slot.
+    replicas the gradient norm is the mean of the replicas' own norms. A copy that is taken back frees its slot.
 
     Attributes:
         router: `router.weight` is (K, model_dim).
@@ -80,6 +91,7 @@ class MASSLayer(DynamicExpertLayer[MASSConfig]):
     drift: Tensor
     source: Tensor
     progress: Tensor
+    resized: ClassVar[tuple[str, ...]] = ("norms", "drift")
 
     def __init__(
         self, config: MASSConfig, expert_group: dist.ProcessGroup | None = None, dispatcher: str = "auto"
@@ -91,7 +103,7 @@ class MASSLayer(DynamicExpertLayer[MASSConfig]):
         self._register_statistic("norms", torch.zeros(slots, config.window))  # newest last
         self._register_statistic("drift", torch.zeros(slots, config.window))  # their z
         self.register_buffer("source", torch.full((slots,), -1))  # whose copy an expert is
-        self.register_buffer("progress", torch.tensor([-1, config.patience, 0]))  # last copy, patience left, ended
+        self.register_buffer("progress", torch.tensor([-1, config.patience, EXPANDING]))  # last copy, patience, phase
         self._watch: _Watch | None = None
         self.auxiliary_weight = 0.01
         self.reset_parameters()
@@ -108,7 +120,8 @@ class MASSLayer(DynamicExpertLayer[MASSConfig]):
         with torch.autocast(self.router.weight.device.type, enabled=False):
             copies = (self.active & (self.source >= 0)).nonzero().flatten()
             unit = F.normalize(self.router.weight.float(), dim=-1)
-            return (unit[copies] * unit[self.source[copies]]).sum(-1).square().sum()
+            redundancy = (unit[copies] * unit[self.source[copies]]).sum(-1).square().sum()
+            return redundancy * (self.progress[2] != OVER)
 
     # -- expansion ----------------------------------------------------------------------------------------------------
 
@@ -127,11 +140,15 @@ class MASSLayer(DynamicExpertLayer[MASSConfig]):
     def after_step(self, applied: AppliedStep) -> list[ChangedRows]:
         """Judge the experts' gradients and duplicate one expert at most."""
         watch, self._watch = self._watch, None
-        if self.progress[2]:
-            return []
-        if applied.step > self.config.expansion_steps:
-            self.progress[2] = 1
-            return []
+        last_step = applied.step >= self.config.expansion_steps
+        changes = []
+        if self.progress[2] == EXPANDING and applied.step <= self.config.expansion_steps:
+            changes = self._expand(applied, watch)
+        if last_step and self.progress[2] != OVER:
+            self.progress[2] = OVER
+        return changes
+
+    def _expand(self, applied: AppliedStep, watch: _Watch | None) -> list[ChangedRows]:
         totals = torch.zeros(self.config.num_experts, 4, dtype=torch.float64)
         held = slice(self.first_expert, self.first_expert + self.experts.keys.shape[0])
         if watch is not None:
@@ -139,7 +156,8 @@ class MASSLayer(DynamicExpertLayer[MASSConfig]):
         totals = applied.all_sum(totals)
         norm, along, length, replicas = totals.unbind(1)
         self._note(norm / replicas.clamp(min=1))
-        cosine = along / (length / replicas.clamp(min=1)).sqrt() / norm
+        # As cosine_similarity: 0 for a gradient of 0.
+        cosine = along / ((length / replicas.clamp(min=1)).sqrt() * norm).clamp(min=1e-8)
         expert = self._drifting(cosine)
         if expert is None or watch is None:
             return []
@@ -147,22 +165,27 @@ class MASSLayer(DynamicExpertLayer[MASSConfig]):
             self.progress[1] -= 1
         slot = self._free_slot()
         if slot is None or self.progress[1] < 0:
-            self.progress[2] = 1
+            self.progress[2] = FULL
             return []
-        return self._duplicate(expert, slot, watch)
+        if not self.active[expert]:  # it is the copy that has been taken back (there the original fails)
+            return []
+        changes = self._duplicate(expert, slot, watch)
+        if self._free_slot() is None:
+            self.progress[2] = FULL
+        return changes
 
     def _note(self, norm: Tensor) -> None:
-        """Add the newest gradient norms (K,) to the windows."""
-        norm = norm.to(self.norms)
+        """Add the newest gradient norms (K,) to the windows, and to those past their warm-up their z."""
+        norm = norm.to(self.norms).clamp(min=LEAST_NORM)
         self.seen += self.active
         self.norms.copy_(torch.where(self.active[:, None], torch.cat([self.norms[:, 1:], norm[:, None]], 1), 0))
-        filled = self.seen_in_window()
-        known = torch.arange(self.config.window, device=norm.device) >= self.config.window - filled[:, None]
+        known, filled = self.norms != 0, self.seen_in_window()
         mean = self.norms.sum(1) / filled.clamp(min=1)
         spread = ((self.norms - mean[:, None]).square() * known).sum(1) / (filled - 1).clamp(min=1)
         z = ((norm - mean) / spread.sqrt()).nan_to_num(0, 0, 0)
-        z = torch.where(self.seen >= self.config.warmup, z, 0)
-        self.drift.copy_(torch.where(self.active[:, None], torch.cat([self.drift[:, 1:], z[:, None]], 1), 0))
+        warm = self.active & (self.seen >= self.config.warmup)
+        self.drift.copy_(torch.where(warm[:, None], torch.cat([self.drift[:, 1:], z[:, None]], 1), self.drift))
+        self.drift.mul_(self.active[:, None])
 
     def seen_in_window(self) -> Tensor:
         """(K,) int64, entries of an expert's window that hold a norm."""
@@ -177,9 +200,9 @@ class MASSLayer(DynamicExpertLayer[MASSConfig]):
         return found[0] if found else None
 
     def _last_copy_helps(self, applied: AppliedStep) -> bool:
-        """Whether the task loss rises without the last copy, which goes if it does not; true if there is none."""
+        """Whether the task loss rises without the last copy, which goes if it does not; true if none is to be tried."""
         last = int(self.progress[0])
-        if last < 0:
+        if last < 0 or int((self.active & (self.source >= 0)).sum()) <= self.config.untried:
             return True
         with_it = applied.task_loss()
         self.active[last] = False
@@ -207,8 +230,17 @@ class MASSLayer(DynamicExpertLayer[MASSConfig]):
         self.active[slot] = True
         self.source[slot] = expert
         self.seen[expert] = self.seen[slot] = 0
+        self.norms[slot] = self.drift[slot] = 0  # the source keeps its window
         self.progress[0] = slot
         return changes
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Windows of another length are cut to their newest entries, or begin with empty ones."""
+        for name in self.resized:
+            if (saved := state_dict.get(prefix + name)) is not None:
+                newest = saved[:, -self.config.window :]
+                state_dict[prefix + name] = F.pad(newest, (self.config.window - newest.shape[1], 0))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __getstate__(self) -> dict:
         return {**super().__getstate__(), "_watch": None}

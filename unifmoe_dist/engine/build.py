@@ -11,6 +11,7 @@ from torch import nn
 
 from unifmoe_dist.baselines import LayerOptions, upcycle_baseline
 from unifmoe_dist.baselines.algorithms import ALGORITHMS, Algorithm
+from unifmoe_dist.baselines.mass_schedule import LANGUAGE, SHORT, VISION, MASSRecipe, mass_schedule
 from unifmoe_dist.config import GlueName, TrainConfig
 from unifmoe_dist.data.base import TaskData
 from unifmoe_dist.data.benchmarks import BENCHMARKS
@@ -125,12 +126,23 @@ def checkpoint_activations(model: Any) -> None:
 
 def layer_options(config: TrainConfig) -> LayerOptions:
     """What a configuration tells the builders of the other MoE layers."""
-    model = config.model
+    model, recipe = config.model, mass_recipe(config)
+    mass = mass_schedule(config.steps, recipe)
     return LayerOptions(
-        num_experts=model.num_experts, num_blocks=model.num_blocks, top_k=model.top_k,
-        max_experts=model.most_experts(), adapt_every=model.adapt_every, mass_threshold=model.mass_threshold,
-        expansion_steps=config.steps // 10,
+        num_experts=model.num_experts, num_blocks=model.num_blocks, top_k=model.top_k, load_loss=model.load_loss,
+        max_experts=model.most_experts(), adapt_every=model.adapt_every, gate_temperature=model.gate_temperature,
+        mass_threshold=model.mass_threshold, expansion_steps=mass.expansion_steps,
+        mass_window=mass.window if model.mass_window is None else model.mass_window,
+        mass_warmup=mass.warmup if model.mass_warmup is None else model.mass_warmup,
+        mass_untried=recipe.untried,
     )  # fmt: skip
+
+
+def mass_recipe(config: TrainConfig) -> MASSRecipe:
+    """Which of MASS's scripts a task follows; the project's own small tasks are too short for either's floors."""
+    if config.data.task in get_args(GlueName):
+        return LANGUAGE
+    return VISION if config.data.task in BENCHMARKS else SHORT
 
 
 def build_algorithm(config: TrainConfig, task: TaskData, ranks: Ranks | None = None) -> Algorithm:

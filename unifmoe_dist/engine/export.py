@@ -205,7 +205,7 @@ def _with_layers(model: nn.Module, moe: dict[str, Any] | None) -> nn.Module:
     if moe is None:
         return model
     if "method" in moe:
-        return upcycle_baseline(model, **{**moe, "options": LayerOptions(**moe["options"])})
+        return upcycle_baseline(model, **{**moe, "options": LayerOptions.from_saved(moe["method"], moe["options"])})
     return upcycle(model, **moe)
 
 

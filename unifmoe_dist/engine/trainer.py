@@ -99,6 +99,7 @@ def _check_same_run(folder: Path, config: TrainConfig) -> None:
             "model.num_experts": options.model.num_experts if options.model.moe in _FIXED_IN_NUMBER else None,
             "model.num_blocks": options.model.num_blocks,
             "model.top_k": options.model.top_k,
+            "model.gate_temperature": options.model.gate_temperature if options.model.moe == "dynmoe" else None,
             "model.shared_demand": options.model.shared_demand,
             "model.fixed_experts": options.model.fixed_experts,
             "model.block_choice": options.model.block_choice,
@@ -285,7 +286,7 @@ class Trainer:
                 loss = self._losses(self.algorithm, batch)["task_loss"]
             return float(self.ranks.all_sum(loss)) / self.ranks.world_size
 
-        step = AppliedStep(self.step, self.ranks.all_sum, task_loss)
+        step = AppliedStep(self.step, self.ranks.all_sum, task_loss, self.epoch_steps)
         for layer in self.layers.values():
             optimizer_state.take_over(self.engine, layer.after_step(step))
 

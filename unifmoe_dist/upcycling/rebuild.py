@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -56,8 +55,7 @@ def _maker(note: dict[str, Any]) -> Callable[[DenseFFN], ExpertLayer]:
     from unifmoe_dist.baselines.construction import LayerOptions  # they are made of what is here
     from unifmoe_dist.baselines.construction import layer_maker as baseline_maker
 
-    options = {field.name: note[field.name] for field in fields(LayerOptions) if field.name in note}
-    return baseline_maker(note["method"], LayerOptions(**options))
+    return baseline_maker(note["method"], LayerOptions.from_saved(note["method"], note))
 
 
 def install_rebuild() -> None:

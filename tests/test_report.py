@@ -146,6 +146,16 @@ def test_every_table_of_the_paper_is_beside_its_methods():
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
+def test_layers_with_a_cosine_gate_stand_beside_the_papers_top_k_rows():
+    results = [r for n in ("gmoe-top4", "top4") for r in every(n, "cola", lambda e, s: 64.0 + s, lr=2e-5)]
+    tables = {table.name: table for table in build_tables(results)}
+    here, there = tables["glue-cosine"].rows
+    assert (here.label, here.source, here.entries[0].mean) == ("Cosine gate, top-4", "here", pytest.approx(65.0))
+    assert (there.source, there.entries[0].mean) == ("paper", 64.12)
+    assert [row.method for row in tables["glue"].rows[:1]] == ["top4"]
+    assert "glue-cosine" not in {table.name for table in build_tables(every("top4", "cola", lambda e, s: 63.0))}
+
+
 @pytest.fixture
 def digits():
     scores = {"dense": ((70.0, 80.0), (60.0, 96.0)), "unif": ((91.0, 71.0), (88.0, None))}

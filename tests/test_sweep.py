@@ -15,7 +15,7 @@ import psutil
 import pytest
 from ranks import _context
 
-from unifmoe_dist.baselines.methods import METHODS, find_method, in_order, with_options
+from unifmoe_dist.baselines.methods import METHODS, VARIANTS, find_method, in_order, with_options
 from unifmoe_dist.baselines.tables import TABLES
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.engine.cli import dump_train_config
@@ -48,6 +48,7 @@ DOMAINBED_ENVIRONMENTS = 4 + 4 + 4 + 4 + 6
 COUNTS = {
     "domainbed": DOMAINBED_ENVIRONMENTS * 3 * 10,
     "glue": 5 * 3 * 3 * 8,
+    "glue-cosine": 5 * 3 * 3 * 4,
     "ablation": DOMAINBED_ENVIRONMENTS * 3 * 4 + 5 * 3 * 3 * 4,
     "diversity": 5 * 3 * 3 * 4,
     "blocks": DOMAINBED_ENVIRONMENTS * 3 * 4,
@@ -67,7 +68,7 @@ def test_a_dry_run_prints_every_run_of_a_table(table, tmp_path, capsys):
 
 def test_every_method_of_every_table_changes_options_that_exist():
     names = {method for table in TABLES.values() for method in table.methods}
-    for name in names | set(METHODS):
+    for name in names | set(METHODS) | set(VARIANTS):
         config = with_options(TrainConfig(), find_method(name).options)
         for dotted, value in find_method(name).options.items():
             node = config
@@ -85,6 +86,9 @@ def test_studies_are_methods_with_a_number():
     assert find_method("unif-blocks-16").options["model.num_blocks"] == 16
     assert in_order({"unif-blocks-16", "mass", "unif-blocks-4", "dense"}) == [
         "dense", "mass", "unif-blocks-4", "unif-blocks-16",
+    ]  # fmt: skip
+    assert in_order({"gmoe-top8", "unif-lambda-0", "gmoe", "gmoe-top1"}) == [
+        "gmoe", "gmoe-top1", "gmoe-top8", "unif-lambda-0",
     ]  # fmt: skip
     for name in ("unif-blocks-1.5", "unif-lambda", "colour", "unif-blocks--4"):
         with pytest.raises(UserError, match="not known"):

@@ -91,6 +91,8 @@ def build_tables(results: Sequence[Result]) -> list[Table]:
     for name, numbers in (("domainbed", paper.DOMAINBED), ("glue", paper.GLUE)):
         if tasks & set(TABLES[name].tasks):
             tables.append(_scores(name, results, numbers))
+    if any(r.method in paper.GLUE_COSINE and r.task in GLUE for r in results):
+        tables.append(_scores("glue-cosine", results, paper.GLUE_COSINE))
     for name in _STUDIED:
         methods = [method for method in TABLES[name].methods if method != "unif"]
         if any(r.method in methods and r.task in TABLES[name].tasks for r in results):

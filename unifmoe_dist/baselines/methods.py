@@ -69,6 +69,20 @@ METHODS: dict[str, Method] = {
 """Methods with a fixed name, in the order of the paper's tables."""
 
 
+def _cosine(k: int) -> Method:
+    return Method(f"gmoe-top{k}", f"Cosine gate, top-{k}", "static", {"model.moe": "gmoe", "model.top_k": k})
+
+
+VARIANTS: dict[str, Method] = {method.name: method for method in map(_cosine, (1, 2, 4, 8))}
+"""Other readings of rows of the paper.
+
+Its GLUE rows "Standard MoE, top-k" repeat those of DynMoE's paper, whose scripts train a cosine gate with noise,
+renormalised for k > 1, with importance and load losses (github.com/LINs-lab/DynMoE, EMoE/Language/scripts): gmoe-top1
+to gmoe-top8. The methods top1 to top8 are the layer that the paper's own equation describes. On GLUE both are to be
+compared with the row of the same k.
+"""
+
+
 @dataclass(frozen=True)
 class Study:
     """A parameter of UniF-MoE that is varied: methods are called unif-NAME-VALUE.
@@ -103,8 +117,8 @@ def find_method(name: str) -> Method:
     Raises:
         UserError: there is none.
     """
-    if name in METHODS:
-        return METHODS[name]
+    if name in METHODS or name in VARIANTS:
+        return METHODS.get(name) or VARIANTS[name]
     match = _STUDY_NAME.fullmatch(name)
     try:
         if match is None:
@@ -113,20 +127,22 @@ def find_method(name: str) -> Method:
         value = study.kind(match[2])
     except ValueError:
         forms = ", ".join(f"unif-{study}-NUMBER" for study in STUDIES)
-        raise UserError(f"method {name!r} is not known; choose from {', '.join(METHODS)}, {forms}.") from None
+        known = ", ".join([*METHODS, *VARIANTS])
+        raise UserError(f"method {name!r} is not known; choose from {known}, {forms}.") from None
     return Method(
         name, f"UniF-MoE, {study.symbol} = {match[2]}", "study", {"model.moe": "unif", study.option: value}
     )
 
 
 def in_order(names: set[str]) -> list[str]:
-    """Names of methods in the tables' order: fixed ones, then studies by parameter and value."""
+    """Names of methods in the tables' order: fixed ones, variants, then studies by parameter and value."""
+    fixed = [*METHODS, *VARIANTS]
 
     def place(name: str) -> tuple[int, str, float]:
-        if name in METHODS:
-            return list(METHODS).index(name), "", 0.0
+        if name in fixed:
+            return fixed.index(name), "", 0.0
         kind, _, value = name.removeprefix("unif-").partition("-")
-        return len(METHODS), kind, float(value)
+        return len(fixed), kind, float(value)
 
     return sorted(names, key=place)
 

@@ -60,6 +60,9 @@ GLUE: dict[str, dict[str, Score]] = {
 }  # fmt: skip
 """GLUE task scores (%), tables glue-main and appendix-glue-std, by method and task."""
 
+GLUE_COSINE = {f"gmoe-{name}": GLUE[name] for name in ("top1", "top2", "top4", "top8")}
+"""The rows of GLUE that the layers with a cosine gate are to be compared with (baselines/methods.py, VARIANTS)."""
+
 ABLATION: dict[str, dict[str, float]] = {
     "unif-fixed-alpha": {"domainbed": 68.20, "domainbed C_B": 14.17, "glue": 81.73, "glue C_B": 78.33},
     "unif-top2": {"domainbed": 68.90, "domainbed C_B": 13.41, "glue": 82.07, "glue C_B": 66.74},

@@ -91,6 +91,7 @@ class PaperTable:
 _DECISIONS = ("unif-fixed-alpha", "unif-top2", "unif-prefix")
 _LAMBDAS = ("unif-lambda-0", "unif-lambda-0.001", "unif-lambda-0.1")
 _STANDARD = ("top1", "top2", "top4", "top8")
+_COSINE = ("gmoe-top1", "gmoe-top2", "gmoe-top4", "gmoe-top8")
 _VISION = ("gmoe", "emoe", "emoe-learn", "lfme", "dmda", "pcmoe", "dynmoe", "mass")
 
 TABLES: dict[str, PaperTable] = {
@@ -98,6 +99,7 @@ TABLES: dict[str, PaperTable] = {
     for table in (
         PaperTable("domainbed", "Out-of-domain accuracy (%) on DomainBed", DOMAINBED, ("dense", *_VISION, "unif")),
         PaperTable("glue", "GLUE task scores (%)", GLUE, ("dense", *_STANDARD, "dynmoe", "mass", "unif")),
+        PaperTable("glue-cosine", "GLUE task scores (%) of the top-k layers with a cosine gate", GLUE, _COSINE),
         PaperTable("ablation", "Ablating the three adaptive decisions", (*DOMAINBED, *GLUE), (*_DECISIONS, "unif")),
         PaperTable("diversity", "Weight of the diversity loss on GLUE", GLUE,
                    ("unif-lambda-0", "unif-lambda-0.001", "unif", "unif-lambda-0.1")),

@@ -5,6 +5,7 @@
     DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 examples/transformers_trainer.py    the same on CPU ranks
 """
 
+import inspect
 import os
 
 from datasets import Dataset
@@ -17,11 +18,22 @@ from unifmoe_dist.leaving import leave
 
 
 class GramTrainer(Trainer):
-    """Adds the Gram loss of the routers."""
+    """Adds the Gram loss of the routers: once per step, whatever the head, the accumulation and the ranks."""
 
-    def compute_loss(self, model, inputs, return_outputs=False, **options):
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **options)
-        loss = loss + 0.01 * diversity_loss(model)
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        # Trainer takes a head's loss for this micro-batch's share of the whole step's if its forward has **kwargs. That
+        # holds where the head calls `loss_function`; other heads take the micro-batch's mean, whatever they are told.
+        head = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model  # below PEFT
+        if "loss_function" not in inspect.unwrap(type(head).forward).__code__.co_names:
+            self.model_accepts_loss_kwargs = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if model.training:
+            share = self.compute_loss_func or (self.model_accepts_loss_kwargs and num_items_in_batch is not None)
+            batches = self.current_gradient_accumulation_steps if share else 1  # else Trainer divides the sum by them
+            loss = loss + 0.01 * diversity_loss(model) / batches
         return (loss, outputs) if return_outputs else loss
 
 
@@ -46,7 +58,6 @@ deepspeed = {
 options = TrainingArguments(
     "runs/transformers-trainer", max_steps=10, per_device_train_batch_size=16, learning_rate=5e-5,
     deepspeed=deepspeed, logging_steps=5, save_strategy="no", report_to="none",
-    average_tokens_across_devices=False,  # the loss is a mean over sentences; else it counts once for every rank
     use_cpu=get_accelerator().device_name() == "cpu",  # without it, several CPU ranks would not find each other
 )  # fmt: skip
 trainer = GramTrainer(model, options, train_dataset=rows, processing_class=tokenizer)

@@ -1,8 +1,9 @@
-"""The examples of using the library in one's own code run to the end."""
+"""The examples of using the library in one's own code run to the end, and the Trainer recipe counts its losses once."""
 
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import re
 import subprocess
@@ -10,6 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
+from test_upcycling import B, K, build
+from torch import Tensor, nn
+
+from unifmoe_dist import diversity_loss, upcycle
 
 ROOT = Path(__file__).parent.parent
 
@@ -83,3 +90,70 @@ def test_transformers_trainer_with_deepspeed(tmp_path):
     from unifmoe_dist.upcycling import moe_layers
 
     assert len(moe_layers(AutoModelForSequenceClassification.from_pretrained(saved))) == 2
+
+
+# -- the Trainer recipe -----------------------------------------------------------------------------------------------
+
+
+def gram_trainer() -> type[transformers.Trainer]:
+    """The class that examples/transformers_trainer.py shows."""
+    tree = ast.parse((ROOT / "examples/transformers_trainer.py").read_text())
+    tree.body = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    names = {"Trainer": transformers.Trainer, "diversity_loss": diversity_loss, "inspect": inspect}
+    exec(compile(tree, "example", "exec"), names)
+    return names["GramTrainer"]
+
+
+def headed(head: str) -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    """A model and 16 rows, of different numbers of labels where a row has several."""
+    torch.manual_seed(0)
+    ids, label = torch.randint(3, 50, (16, 9)), torch.randint(0, 5, (16,))
+    if head == "image":
+        rows = [{"pixel_values": torch.randn(3, 32, 32), "labels": label[i]} for i in range(16)]
+        model = build("vit")
+    elif head == "causal":
+        model = transformers.BertLMHeadModel(build("bert", is_decoder=True).config)
+        place = torch.arange(9)  # the first token is predicted by none, and Trainer may count it all the same
+        rows = [{"input_ids": row, "labels": torch.where((place > 0) & (place < 9 - i // 4 * 2), row, -100)}
+                for i, row in enumerate(ids)]  # fmt: skip
+    else:
+        model, rows = build(head), [{"input_ids": row, "labels": label[i]} for i, row in enumerate(ids)]
+    return upcycle(model, [0, 2], K, B, router_seed=1), rows
+
+
+def step_gradients(folder: Path, head: str, accumulation: int, count: int) -> dict[str, Tensor]:
+    """Gradients of the optimiser's only step, over the first `count` rows."""
+    model, rows = headed(head)
+    found: dict[str, Tensor] = {}
+
+    class Note(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **others):
+            found.update({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+
+    options = transformers.TrainingArguments(
+        str(folder), num_train_epochs=1, per_device_train_batch_size=16 // accumulation, max_grad_norm=0.0,
+        gradient_accumulation_steps=accumulation, save_strategy="no", report_to="none", use_cpu=True,
+        disable_tqdm=True, seed=0,
+    )  # fmt: skip
+    trainer = gram_trainer()(model, options, train_dataset=rows[:count], callbacks=[Note()])
+    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows[:count])
+    trainer.train()
+    assert trainer.state.global_step == 1
+    return found
+
+
+@pytest.mark.parametrize("count", [16, 12])  # four micro-batches, and a last step of three
+@pytest.mark.parametrize("head", ["bert", "distilbert", "image", "causal"])
+def test_the_trainer_recipe_counts_once_per_step(head, count, tmp_path):
+    pytest.importorskip("accelerate")
+    whole = step_gradients(tmp_path, head, 1, count)
+    parts = step_gradients(tmp_path, head, 4, count)
+    assert whole.keys() == parts.keys() and any("router" in name for name in whole)
+    for name, gradient in whole.items():
+        torch.testing.assert_close(parts[name], gradient, rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    model, rows = headed(head)
+    batch = {name: torch.stack([row[name] for row in rows[:count]]) for name in rows[0]}
+    (model(**batch).loss + 0.01 * diversity_loss(model)).backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(whole[name], parameter.grad, rtol=1e-3, atol=1e-6)

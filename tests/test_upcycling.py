@@ -6,6 +6,7 @@ import copy
 import logging
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import timm
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import transformers
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from unifmoe_dist import UniFMoELayer, upcycle
 from unifmoe_dist.errors import UserError
@@ -164,7 +166,10 @@ def test_forms_of_attention_masks():
     additive = torch.zeros(2, 1, 3, 3).masked_fill(~square, torch.finfo(torch.float32).min)
     causal = square & torch.ones(3, 3).tril().bool()
     half = torch.zeros(2, 2, 3, 3, dtype=torch.float16).masked_fill(~square, float("-inf"))
-    for mask in (real, real.long(), real.float(), square, square[:, 0], additive, causal, half):
+    least = [torch.where(square, 0.25, value) for value in (-10000.0, -1e9)]  # BERT's own, and what is often used
+    biased = additive + torch.linspace(-200, 0, 9).view(3, 3)
+    for mask in (real, real.long(), real.float(), square, square[:, 0], additive, causal, half, *least,
+                 least[0].bfloat16(), biased):  # fmt: skip
         assert torch.equal(token_mask_from_attention(mask, 2, 3), real)
     assert torch.equal(token_mask_from_attention(square[1:], 2, 3), real[1:].expand(2, 3))
     assert token_mask_from_attention(None, 2, 3) is None
@@ -301,6 +306,18 @@ def test_config_carries_the_layers_without_touching_dense_twins():
     assert torch.equal(layer.ffn_weights(0)[0], layer.ffn_weights("shared")[0])
 
 
+def test_from_pretrained_with_fewer_layers(tmp_path):
+    """Transformers leaves out the layers above; so do the rebuilt ones."""
+    model = upcycle(build("bert"), [0, 2], K, B)
+    model.save_pretrained(tmp_path)
+    shallow = type(model).from_pretrained(tmp_path, num_hidden_layers=1)
+    assert list(moe_layers(shallow)) == ["bert.encoder.layer.0.intermediate"]
+    (layer,) = moe_layers(shallow).values()
+    assert torch.equal(layer.ffn_weights(1)[0], next(iter(moe_layers(model).values())).ffn_weights(1)[0])
+    shallow.save_pretrained(tmp_path / "again")
+    assert len(moe_layers(type(model).from_pretrained(tmp_path / "again"))) == 1
+
+
 def test_sharded_save_is_refused_on_reload(tmp_path):
     model = upcycle(build("bert"), [1], K, B)
     model.config.unif_moe[0]["expert_parallel_size"] = 2
@@ -392,7 +409,7 @@ def test_other_errors():
     with pytest.raises(UserError, match="Linear cannot be upcycled.*timm.*BERT.*DistilBERT"):
         upcycle(nn.Linear(2, 2), [0], K, B)
     gpt = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=10, n_positions=8)
-    with pytest.raises(UserError, match="GPT2Model cannot be upcycled"):
+    with pytest.raises(UserError, match=r"GPT2Model cannot be upcycled.* write an .*Adapter.*docs/upcycling.md"):
         upcycle(transformers.GPT2Model(gpt), [0], K, B)
     model = build("bert")
     with pytest.raises(UserError, match="not divisible by num_blocks 7"):
@@ -406,10 +423,74 @@ def test_other_errors():
         upcycle(build("bert", hidden_act="hardswish"), [0], K, B)
     with pytest.raises(UserError, match="SwiGLU"):
         upcycle(build("timm", mlp_layer=timm.layers.SwiGLU), [0], K, B)
-    lora = build("bert")
-    lora.bert.encoder.layer[0].intermediate.dense = nn.Bilinear(WIDTH, WIDTH, HIDDEN)
-    with pytest.raises(UserError, match="Bilinear"):
-        upcycle(lora, [0], K, B)
+
+
+class _Packed(nn.Linear):
+    """As quantisers keep weights: two numbers in a byte."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, HIDDEN)
+        self.weight = nn.Parameter(torch.zeros(WIDTH * HIDDEN // 2, 1, dtype=torch.uint8), requires_grad=False)
+
+
+class _Scaled(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class _WithAdapter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer, self.weight = nn.Linear(WIDTH, HIDDEN), nn.Parameter(torch.zeros(HIDDEN, WIDTH))
+
+
+def _patched() -> nn.Linear:
+    linear = nn.Linear(WIDTH, HIDDEN)
+    linear.forward = lambda x: nn.functional.linear(x, linear.weight)
+    return linear
+
+
+_WithAdapter.__name__ = _WithAdapter.__qualname__ = "Linear"
+
+
+@pytest.mark.parametrize(
+    "projection,words",
+    [
+        (lambda: nn.Bilinear(WIDTH, WIDTH, HIDDEN), "linear.Bilinear, where upcycling needs torch.nn.Linear"),
+        (_WithAdapter, r"test_upcycling.Linear, which carries an adapter; merge .*merge_and_unload"),
+        (_Packed, r"_Packed, whose weights are quantised \(Parameter of uint8\); load .* without quantisation"),
+        (_Scaled, "_Scaled, which computes more than a linear map in a forward of its own"),
+        (_patched, "linear.Linear, which computes more than a linear map in a forward of its own"),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, HIDDEN)), "weight is computed from other"),
+        (lambda: prune.l1_unstructured(nn.Linear(WIDTH, HIDDEN), "weight", 3), "weight is computed from other"),
+    ],
+    ids=["other", "adapter", "packed", "forward", "patched", "weight-norm", "pruned"],
+)
+def test_projections_that_are_no_plain_linear_maps(projection: Callable[[], nn.Module], words: str):
+    """Each is refused by name; copied, it would be wrong without a word."""
+    model = build("bert")
+    model.bert.encoder.layer[1].intermediate.dense = projection()
+    with pytest.raises(UserError, match=r"^bert.encoder.layer.1.intermediate.dense is a .*" + words):
+        upcycle(model, [1], K, B)
+    assert not moe_layers(model)
+
+
+def test_a_wrapped_model_names_the_one_inside():
+    class Lightning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = build("timm")
+
+    for wrapped, words in (
+        (nn.DataParallel(build("bert")), "DataParallel wraps a BertForSequenceClassification, its .module"),
+        (torch.compile(build("bert")), "OptimizedModule wraps a BertForSequenceClassification, its ._orig_mod"),
+        (Lightning(), "Lightning wraps a VisionTransformer, its .net; upcycle that one, before it is wrapped"),
+    ):
+        with pytest.raises(UserError, match=words):
+            upcycle(wrapped, [0], K, B)
 
 
 @pytest.mark.parametrize(

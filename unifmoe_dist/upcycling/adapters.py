@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from torch import nn
 
 from unifmoe_dist.errors import UserError
@@ -28,10 +30,26 @@ def find_adapter(model: nn.Module) -> Adapter:
     """The adapter for a model.
 
     Raises:
-        UserError: No family matches; the message lists those that are supported.
+        UserError: No family matches. The message names a supported model inside of this one, or lists the families
+            and says how to add another.
     """
-    for adapter in ADAPTERS:
-        if adapter.matches(model):
-            return adapter
+    if adapter := _match(model):
+        return adapter
+    transformers = sys.modules.get("transformers.modeling_utils")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):  # else a family of its own
+        for name, inner in model.named_modules():
+            if name and _match(inner):
+                raise UserError(
+                    f"{type(model).__name__} wraps a {type(inner).__name__}, its .{name}; upcycle that one, before it "
+                    "is wrapped."
+                )
     families = ", ".join(adapter.name for adapter in ADAPTERS)
-    raise UserError(f"{type(model).__name__} cannot be upcycled; supported model families: {families}.")
+    raise UserError(
+        f"{type(model).__name__} cannot be upcycled; supported model families: {families}. For another, write an "
+        "unifmoe_dist.upcycling.Adapter, which says where its FFNs are, and add it with ADAPTERS.append(...): see "
+        '"Another family" in docs/upcycling.md.'
+    )
+
+
+def _match(model: nn.Module) -> Adapter | None:
+    return next((adapter for adapter in ADAPTERS if adapter.matches(model)), None)

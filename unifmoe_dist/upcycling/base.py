@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling.activations import activation_name
 
 
@@ -31,15 +30,11 @@ class DenseFFN:
 
     @classmethod
     def of(cls, up: Any, activation: nn.Module | Callable[[Tensor], Tensor], down: Any) -> DenseFFN:
-        """Check the parts of an FFN.
+        """The parts of an FFN; whether its projections can be copied is checked by `upcycle`, for every adapter.
 
         Raises:
-            UserError: A projection is no nn.Linear (it may be quantised or carry adapters), or the activation
-                is unknown.
+            UserError: The activation is unknown.
         """
-        for part in (up, down):
-            if not isinstance(part, nn.Linear):
-                raise UserError(f"The FFN uses {type(part).__name__} where upcycling needs nn.Linear.")
         return cls(up, down, activation_name(activation))
 
 

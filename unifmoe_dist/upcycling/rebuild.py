@@ -42,7 +42,9 @@ def rebuild(model: nn.Module) -> None:
                 "save it from a run with expert_parallel_size 1, or load the run's own checkpoint."
             )
         blocks = find_adapter(model).blocks(model)
-        missing = [index for index in note["layers"] if not moe_layers(blocks[index])]
+        # A model may be loaded with fewer layers than were saved: what is above is left out, as Transformers does.
+        kept = [index for index in note["layers"] if index < len(blocks)]
+        missing = [index for index in kept if not moe_layers(blocks[index])]
         if missing:
             convert(model, missing, _maker(note))
 

@@ -14,6 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
+_MASKED = -1000.0
+"""What an additive mask adds to a score that must not count: the least of its dtype, but also -1e9, or BERT's -10000.
+Softmax makes 0 of it in every dtype, and biases of attention stay far above."""
+
 
 def token_mask_from_attention(mask: Tensor | BlockMask | None, batch: int, length: int) -> Tensor | None:
     """Which tokens are real: those that some query attends to.
@@ -34,8 +38,7 @@ def token_mask_from_attention(mask: Tensor | BlockMask | None, batch: int, lengt
     if mask.dim() == 2:
         real = mask != 0
     else:
-        additive = mask.is_floating_point()
-        attended = mask > torch.finfo(mask.dtype).min / 2 if additive else mask != 0
+        attended = mask > _MASKED if mask.is_floating_point() else mask != 0
         real = attended.flatten(1, -2).any(dim=1)
     return real.expand(batch, length)
 

@@ -19,6 +19,7 @@ from unifmoe_dist.layer import UniFMoELayer
 from unifmoe_dist.upcycling.adapters import find_adapter
 from unifmoe_dist.upcycling.base import DenseFFN
 from unifmoe_dist.upcycling.note import record
+from unifmoe_dist.upcycling.projections import check_projections
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -99,6 +100,7 @@ def convert(
             name = type(present[0]).__name__.removesuffix("Layer").replace("UniFMoE", "UniF-MoE")
             raise UserError(f"Layer {index} already is a {name} layer; leave it out of layers.")
         ffn = adapter.read(blocks[index])
+        check_projections(ffn, model)
         _require_weights(ffn, index, model)
         made[index] = _start(ffn, make, None if router_seed is None else router_seed + index)
     for index, layer in made.items():

@@ -32,8 +32,8 @@ def _place(part: nn.Module, model: nn.Module) -> str:
 def _unfit(part: nn.Module) -> str | None:
     if hasattr(part, "base_layer"):
         return (
-            "which carries an adapter; merge the adapters first (merge_and_unload), or upcycle the model before it gets "
-            "adapters."
+            "which carries an adapter; merge the adapters first (merge_and_unload), or upcycle the model before it "
+            "gets adapters."
         )
     if not isinstance(part, nn.Linear):
         return "where upcycling needs torch.nn.Linear; put one with the same weights in its place."
@@ -41,8 +41,8 @@ def _unfit(part: nn.Module) -> str | None:
     plain = type(weight) in (nn.Parameter, Tensor) or isinstance(weight, DTensor)
     if weight.dtype not in _NUMBERS or not plain:
         return (
-            f"whose weights are quantised ({type(weight).__name__} of {str(weight.dtype).removeprefix('torch.')}); load "
-            "the model without quantisation, and upcycle it before it is quantised."
+            f"whose weights are quantised ({type(weight).__name__} of {str(weight.dtype).removeprefix('torch.')}); "
+            "load the model without quantisation, and upcycle it before it is quantised."
         )
     own = part.__dict__.get("forward")
     hooked = hasattr(part, "_hf_hook")  # Accelerate's, which only brings weights and inputs together
@@ -50,7 +50,7 @@ def _unfit(part: nn.Module) -> str | None:
         return "which computes more than a linear map in a forward of its own; that would be lost in the experts."
     if parametrize.is_parametrized(part) or "weight" not in part._parameters:
         return (
-            "whose weight is computed from other tensors (a parametrisation, weight norm or pruning); make it permanent "
-            "first, with torch.nn.utils.parametrize.remove_parametrizations or its like."
+            "whose weight is computed from other tensors (a parametrisation, weight norm or pruning); make it "
+            "permanent first, with torch.nn.utils.parametrize.remove_parametrizations or its like."
         )
     return None

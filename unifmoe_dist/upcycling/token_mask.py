@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 

@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
+from unifmoe_dist import interrupts
 from unifmoe_dist.analysis.compare import comparison_table
 from unifmoe_dist.engine.cli import run_main
 
@@ -19,14 +17,16 @@ CPU_RANKS = 2
 
 def launch(folder: Path, options: Sequence[str]) -> None:
     """Run launch/train.py on all GPUs, or on two CPU ranks without one. Leaves if it fails or was stopped."""
+    import torch
+
     environment = dict(os.environ)
-    command = ["deepspeed"]
+    command = [sys.executable, "-m", "unifmoe_dist.engine.deepspeed_launcher"]
     if not torch.cuda.is_available():
         environment["DS_ACCELERATOR"] = "cpu"
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // CPU_RANKS)))
         command += ["--num_accelerators", str(CPU_RANKS)]
     command += [str(Path(__file__).with_name("train.py")), *options, "--output", str(folder)]
-    status = subprocess.run(command, env=environment).returncode
+    status = interrupts.wait_for(command, environment)
     if status or not (folder / "summary.json").is_file():  # a run that was told to stop has saved and ends with 0
         sys.exit(status)
 

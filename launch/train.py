@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unifmoe_dist.analysis.memory.command import plan, plan_options
+from unifmoe_dist.engine import heartbeat
 from unifmoe_dist.engine.cli import parse_train_config, run_main
 from unifmoe_dist.engine.options import program
 from unifmoe_dist.engine.ranks import running_ranks, world_size_from_environment
@@ -26,6 +27,8 @@ def main(arguments: Sequence[str]) -> None:
 
     folder = choose_folder(config)
     parallel, size = config.parallel, config.expert_parallel_size(world_size)
+    if not config.progress:
+        heartbeat.hush()
     with running_ranks(
         size, parallel.expert_placement, timeout_s=parallel.timeout_s, host_timeout_s=parallel.host_timeout_s
     ) as ranks:

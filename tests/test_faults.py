@@ -328,6 +328,7 @@ def test_a_signal_saves_and_resuming_is_exact(tmp_path):
     stopped = run_job(tmp_path / "b", 1, words(tmp_path / "b", base=SMALL), signal_at, 0, 3, signal.SIGTERM)
     assert whole.statuses == stopped.statuses == [0]
     assert lines_about(stopped, "saved at step 3 after SIGTERM; continue with --resume")
+    assert lines_about(stopped, "finishing this step and saving; SIGTERM again leaves at once")
     assert checkpoint.latest(tmp_path / "b/run").name == "step-000003"  # between two evaluations
     assert not (tmp_path / "b/run/summary.json").exists()
     assert run_job(tmp_path / "b", 1, words(tmp_path / "b", "--resume", base=SMALL)).statuses == [0]
@@ -354,6 +355,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path):
 
 def test_the_same_signal_again_leaves_at_once(tmp_path):
     job = run_job(tmp_path, 1, words(tmp_path, base=SMALL), signal_at, 0, 2, signal.SIGINT, signal.SIGINT)
+    assert len(lines_about(job, "finishing this step and saving; Ctrl-C again leaves at once")) == 1
     assert job.statuses == [130] and lines_about(job, "second SIGINT") and not (tmp_path / "run/checkpoints").exists()
 
 

@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from unifmoe_dist.analysis.scaling_point import Layout, Measurement, Study, measure, train_config
+from unifmoe_dist.engine import heartbeat
 from unifmoe_dist.engine.local_ranks import check_world_size, run_local_ranks
 from unifmoe_dist.errors import UserError
 
@@ -94,6 +95,7 @@ def run_study(layouts: Sequence[Layout], study: Study, folder: Path, progress: b
                dynamic_ncols=True, disable=not progress)  # fmt: skip
     for layout in missing:
         bar.set_postfix_str(describe(layout))
+        heartbeat.doing(f"{len(done)} of {len(layouts)} points done, at {describe(layout)}")
         try:
             values = run_local_ranks(layout.ranks, measure, layout, study, threads=study.threads)[0]
         except RuntimeError as error:  # out of memory, say: the others can still be measured

@@ -13,9 +13,9 @@ from typing import get_args, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
-from unifmoe_dist import shipped
+from unifmoe_dist import interrupts, shipped
 from unifmoe_dist.config import TrainConfig
-from unifmoe_dist.engine import failure, terminal
+from unifmoe_dist.engine import failure, heartbeat, terminal
 from unifmoe_dist.engine.old_runs import unwritten_options
 from unifmoe_dist.engine.option_errors import one_sentence
 from unifmoe_dist.engine.restart import resumes
@@ -135,10 +135,12 @@ def run_main(main: Callable[[Sequence[str]], None]) -> None:
     Any other error prints its traceback and exits with status 1 at once, and takes the other ranks down instead of
     letting them wait for this one. Where nobody reads on, as after `| head`, a command ends without a word.
     """
+    interrupts.imported()
     terminal.prepare()
     try:
         try:
-            main(sys.argv[1:])
+            with heartbeat.beating():
+                main(sys.argv[1:])
         except SystemExit as error:
             if failure.in_job():
                 failure.leave_for(error)

@@ -57,9 +57,18 @@ class StopSignals:
             for number in data:
                 if number not in SIGNALS:
                     continue
+                if not self._first:
+                    _say(number)
                 first = self._first.setdefault(number, time.monotonic())
                 if time.monotonic() - first > COPIES_SECONDS:
                     name = signal.Signals(number).name
                     print(f"second {name}: leaving at once, without saving", file=sys.stderr, flush=True)
                     os._exit(128 + number)
         self._reader.close()
+
+
+def _say(number: int) -> None:
+    """That the signal was heard, at once: the step may take long. Once per host."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        again = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        print(f"\nfinishing this step and saving; {again} again leaves at once", file=sys.stderr, flush=True)

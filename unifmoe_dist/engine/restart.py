@@ -72,12 +72,12 @@ def set_aside(run: Path, config: str) -> None:
     """
     path, metrics = run / "config.yaml", run / "metrics.jsonl"
     if path.is_file() and path.read_bytes() != config.encode():
-        shutil.copy2(path, _unused(path))  # the command line may name it, so it must not vanish for a moment
+        shutil.copy2(path, unused(path))  # the command line may name it, so it must not vanish for a moment
     if metrics.is_file():
-        metrics.rename(_unused(metrics))
+        metrics.rename(unused(metrics))
 
 
-def _unused(path: Path) -> Path:
+def unused(path: Path) -> Path:
     """The first of name-1.ext, name-2.ext, ... that does not exist."""
     names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(1))
     return next(name for name in names if not name.exists())

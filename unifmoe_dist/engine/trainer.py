@@ -21,8 +21,10 @@ from tqdm import tqdm
 
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.base import Batch, TaskData
-from unifmoe_dist.engine import build, checkpoint, clipping, optimizer_state
+from unifmoe_dist.engine import build, checkpoint, clipping, heartbeat, optimizer_state
+from unifmoe_dist.engine.announce import first_lines
 from unifmoe_dist.engine.batches import TrainBatches
+from unifmoe_dist.engine.changes import keep_options
 from unifmoe_dist.engine.cli import dump_train_config, load_train_config
 from unifmoe_dist.engine.epochs import check_epochs, in_steps, steps_per_epoch
 from unifmoe_dist.engine.evaluate import Score, collect_usage, evaluate, to_device
@@ -187,10 +189,12 @@ class Trainer:
             raise UserError("parallel.precision fp16 needs a GPU; on the CPU use fp32 or bf16.")
         check_layers(config)
         seed_everything(config.seed)
+        heartbeat.doing(f"reading the data of {config.data.task}")
         self.task: TaskData = build.build_task(config) if task is None else task
         self.epoch_steps = steps_per_epoch(config, self.task)
         given, config = config, in_steps(config, self.task)
         self.config = config
+        heartbeat.doing("building the model")
         self.algorithm = build.build_algorithm(config, self.task, ranks)
         self.model = self.algorithm.model
         others = {f"extra.{name}": layer for name, layer in moe_layers(self.algorithm.extra).items()}
@@ -219,13 +223,15 @@ class Trainer:
             config.parallel.gradient_accumulation, config.data.workers,
         )  # fmt: skip
         self.step, self.seconds, self.selection = 0, 0.0, Selection()
-        self.skipped, self.saved_step = 0, -1
+        self.skipped, self.saved_step, self.latest = 0, -1, ""
         self.signals = StopSignals()
         self.check = StepCheck(self.engine, ranks, scaled=config.parallel.precision == "fp16")
         seed_everything(config.seed + 1 + ranks.rank)  # dropout differs between ranks
         if resuming:
             self._resume()
         if ranks.rank == 0:  # last: options with which a run cannot go on must not replace those it was made with
+            if resuming:
+                keep_options(folder, given)
             checkpoint.write_text(folder / "config.yaml", dump_train_config(given))
 
     # -- one step ---------------------------------------------------------------------------------------------------
@@ -316,15 +322,6 @@ class Trainer:
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
-    def _say_where(self) -> None:
-        if self.step >= self.config.steps:
-            what = f"{self.folder} is complete at step {self.step}; it is tested again"
-        elif self.step:
-            what = f"{self.folder} goes on from step {self.step} of {self.config.steps}"
-        else:
-            what = f"{self.folder} starts, {self.config.steps} steps"
-        tqdm.write(what, file=sys.stderr)
-
     def fit(self) -> dict[str, Any] | None:
         """Train to the last step, select the best checkpoint by validation, test it, write summary and plots.
 
@@ -334,7 +331,9 @@ class Trainer:
         config = self.config
         shown = config.progress and self.ranks.rank == 0
         if shown:
-            self._say_where()
+            lines = first_lines(config, self.ranks, self.task, self.algorithm, self.folder, self.step)
+            tqdm.write("\n".join(lines), file=sys.stderr)
+            heartbeat.heard()
         bar = tqdm(  # disable=None: only on a terminal; a log file gets a line per evaluation instead
             total=config.steps, initial=self.step, desc=self.task.name, dynamic_ncols=True, mininterval=1.0,
             disable=None if shown else True,
@@ -348,6 +347,7 @@ class Trainer:
                 if result.finite:
                     window.append(result.sums)
                 bar.update()
+                heartbeat.doing(f"step {self.step} of {config.steps}{self.latest}")
                 last = self.step == config.steps
                 checked = last or self.step % config.eval_every == 0
                 if checked or result.signal or self.step % config.log_every == 0:
@@ -360,6 +360,7 @@ class Trainer:
                     if shown and bar.disable:
                         best = f"best {self.task.metric.name} {self.selection.score:.3f} at step {self.selection.step}"
                         print(f"step {self.step}/{config.steps}: {text}, {best}", flush=True)
+                        heartbeat.heard()
                 elif result.signal:
                     self._save(seconds, better=False)
                 if result.signal:
@@ -395,6 +396,7 @@ class Trainer:
             "skipped_steps": self.skipped,
         }
         self._record(record, usage)
+        self.latest = f", loss {means['loss']:.3f}"
         text = f"loss {means['loss']:.3f} acc {means['accuracy']:.3f}"
         if usage:
             c_b, k, alpha = (_mean(usage, n) for n in ("block_compute", "expert_count", "shared_demand"))
@@ -412,6 +414,7 @@ class Trainer:
 
     def _validate(self) -> bool:
         """Score the validation data; whether that is the best so far."""
+        heartbeat.doing(f"step {self.step} of {self.config.steps}, scoring the validation data")
         score = self._evaluate(self.task.validation)
         better = self.selection.offer(self.step, score.value, score.accuracy)
         record = {
@@ -427,6 +430,7 @@ class Trainer:
             "step": self.step, "epoch_steps": self.epoch_steps, "seconds": seconds, "skipped_steps": self.skipped,
             **self.selection.progress(),
         }  # fmt: skip
+        heartbeat.doing(f"step {self.step} of {self.config.steps}, writing a checkpoint")
         folder = self.folder / "checkpoints"
         extra = self.algorithm.extra
         saved = checkpoint.save(folder, self.model, self.engine, self.ranks, progress, self.schedule, extra)
@@ -445,6 +449,7 @@ class Trainer:
     def _finish(self) -> dict[str, Any]:
         best = Path((self.folder / "checkpoints" / "best").read_text().strip())
         checkpoint.load_weights(self.folder / "checkpoints" / best, self.model)
+        heartbeat.doing("scoring the test data with the best checkpoint")
         score = self._evaluate(self.task.test)
         summary = summarise(self.config, score)
         summary.update(

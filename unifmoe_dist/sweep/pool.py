@@ -26,6 +26,7 @@ from typing import Any
 from tqdm import tqdm
 
 from unifmoe_dist.baselines.methods import with_options
+from unifmoe_dist.engine import heartbeat
 from unifmoe_dist.engine.local_ranks import process_context
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.sweep.plan import Run
@@ -107,6 +108,8 @@ def run_all(
             while todo and pool.free and not stop.count:
                 pool.start(todo.popleft())
             bar.set_postfix_str(f"{len(pool.at_work)} at work, {len(outcome.failures)} failed", refresh=False)
+            ended = len(outcome.skipped) + len(outcome.finished) + len(outcome.failures)
+            heartbeat.doing(f"{ended} of {len(runs)} runs done, {len(pool.at_work)} at work")
             for run, status in pool.ended(timeout=0.5):
                 _account(run, status, bool(stop.count), outcome)
                 bar.update()

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from unifmoe_dist.analysis.cost import Cost, count_cost
 from unifmoe_dist.analysis.cost_measure import MeasuredCost, measure_cost
@@ -24,6 +23,7 @@ from unifmoe_dist.data.text import MAX_LENGTH
 from unifmoe_dist.engine import build
 from unifmoe_dist.engine.batches import TrainBatches
 from unifmoe_dist.engine.evaluate import collect_usage
+from unifmoe_dist.engine.heartbeat import followed
 from unifmoe_dist.engine.ranks import seed_everything
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling import moe_layers
@@ -84,7 +84,7 @@ def method_costs(run: LoadedRun, sample: Sample, own: CostColumn, measure: bool)
     """Every method of the paper's tables at the run's backbone, data and layers, the run's own in its place."""
     columns = [] if own.method in METHODS else [own]
     missing = {}
-    for name in tqdm(METHODS, desc="cost of methods", disable=None, leave=False):
+    for name in followed(list(METHODS), "cost of methods"):
         try:
             columns.append(own if own.method == name else _fresh(run, sample, name, measure))
         except UserError as error:

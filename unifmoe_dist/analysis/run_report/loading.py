@@ -19,7 +19,7 @@ from unifmoe_dist.baselines.tables import BENCHMARKS as SWEPT
 from unifmoe_dist.config import GlueName, TrainConfig
 from unifmoe_dist.data.base import TaskData
 from unifmoe_dist.data.benchmarks import BENCHMARKS
-from unifmoe_dist.engine import build, checkpoint
+from unifmoe_dist.engine import build, checkpoint, heartbeat
 from unifmoe_dist.engine.cli import load_train_config
 from unifmoe_dist.engine.ranks import Ranks, seed_everything
 from unifmoe_dist.errors import UserError
@@ -133,6 +133,7 @@ def load_run(folder: Path, name: str = "best", label: str | None = None) -> Load
         config.model.pretrained = "none"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     seed_everything(config.seed)
+    heartbeat.doing(f"reading the data of {config.data.task} and the weights of {folder}")
     task = build.build_task(config)
     with _quiet_transformers():
         model = build.build_model(config, task)

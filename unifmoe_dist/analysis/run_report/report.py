@@ -24,6 +24,7 @@ from unifmoe_dist.analysis.run_report.run_sections import (
 )
 from unifmoe_dist.analysis.run_report.study import RunStudy, StudyOptions, find_masks, study
 from unifmoe_dist.analysis.run_report.usage_sections import usage_sections
+from unifmoe_dist.engine import heartbeat
 from unifmoe_dist.engine.checkpoint import write_text
 from unifmoe_dist.errors import UserError
 
@@ -48,6 +49,7 @@ def write_report(runs: Sequence[LoadedRun], output: Path, options: StudyOptions,
         found = [study(runs[0], options, masks[0])]
         for run, own in zip(runs[1:], masks[1:], strict=True):
             found.append(study(run, replace(options, methods=False), own))  # one set of methods will do
+        heartbeat.doing("writing the page and its figures")
         page = build_page(found, command)
         write_text(output / NUMBERS, json.dumps(numbers(found), indent=1))
         return write_page(page, output)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from unifmoe_dist.analysis.run_report.loading import LoadedRun
 from unifmoe_dist.analysis.usage_maps import PatchGrid
@@ -17,6 +16,7 @@ from unifmoe_dist.data.benchmarks import BENCHMARKS
 from unifmoe_dist.data.glue_files import FORMATS
 from unifmoe_dist.engine import build
 from unifmoe_dist.engine.evaluate import to_device
+from unifmoe_dist.engine.heartbeat import followed
 
 MOST_TOKENS = 20_000
 SEED = 0
@@ -49,7 +49,7 @@ class Sample:
     def batches(self, progress: str) -> Iterator[dict[str, Tensor]]:
         """Model inputs of all items; `progress` names the bar that a terminal shows."""
         size = self.run.config.data.eval_batch_size
-        for first in tqdm(range(0, len(self.places), size), desc=progress, disable=None, leave=False):
+        for first in followed(range(0, len(self.places), size), progress):
             inputs, _ = self.run.task.collate(self.items(first, size))
             yield to_device(inputs, self.run.device, torch.float32)
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from unifmoe_dist.analysis.capture import Capture, capture, expert_scores
 from unifmoe_dist.analysis.cost_table import statistics_of
@@ -39,6 +38,7 @@ from unifmoe_dist.analysis.usage_maps import TextCompute, text_compute, token_me
 from unifmoe_dist.analysis.usage_study import LayerUsage, study_layer, usage_record
 from unifmoe_dist.baselines.topk import TopKConfig
 from unifmoe_dist.data.base import logits_of
+from unifmoe_dist.engine import heartbeat
 from unifmoe_dist.engine.batches import TrainBatches
 from unifmoe_dist.engine.evaluate import collect_usage, to_device
 from unifmoe_dist.errors import UserError
@@ -185,6 +185,7 @@ def study(run: LoadedRun, options: StudyOptions, masks: Masks | None = None) -> 
         name: diagnose_layer(run, name, layer, captured[name], options)
         for name, layer in diagnosed.items()
     }
+    heartbeat.doing(f"{run.name}: cost of the model")
     own = own_cost(run, sample, counted, options.measure)
     costs = method_costs(run, sample, own, options.measure) if options.methods else CostTable([own], {})
     return RunStudy(run, sample, captured, executed, usage, texts, elements, diagnoses, costs)
@@ -215,7 +216,7 @@ def _training_batches(run: LoadedRun, steps: int, progress: str) -> Iterator[tup
     data = run.config.data
     batches = TrainBatches(run.task, data.batch_size, run.config.seed, 0, 1, 1, data.workers)
     try:
-        for step in tqdm(range(steps), desc=progress, disable=None, leave=False):
+        for step in heartbeat.followed(range(steps), progress):
             for inputs, labels in batches.step(step):
                 yield to_device(inputs, run.device, torch.float32), labels.to(run.device)
     finally:

@@ -36,7 +36,10 @@ def main(arguments: Sequence[str]) -> None:
     labels = [folder.resolve().name for folder in folders]
     if len(set(labels)) < len(labels):
         labels = [str(folder) for folder in folders]
-    runs = [load_run(folder, options.checkpoint, label) for folder, label in zip(folders, labels, strict=True)]
+    runs = [
+        load_run(folder, options.checkpoint, label, options.data_root)
+        for folder, label in zip(folders, labels, strict=True)
+    ]
     default = "analysis" if options.compare is None else f"analysis-with-{folders[1].resolve().name}"
     wanted = StudyOptions(
         measure=options.cost,
@@ -56,6 +59,7 @@ def _parser() -> OptionParser:
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--output", type=Path, help="folder of the report (RUN/analysis)")
     parser.add_argument("--checkpoint", default="best", help="best, latest or step-N (default: best)")
+    parser.add_argument("--data-root", type=Path, help="folder of the data set's files (default: that of the run)")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--tokens", type=int, help="test tokens to look at, at most (default: 20000)")
     size.add_argument("--batches", type=int, help="batches of data.eval_batch_size items to look at instead")

@@ -19,20 +19,24 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--checkpoint", default="best", help="best, latest or step-N (default: best)")
     parser.add_argument("--split", choices=("test", "validation"), default="test", help="which data")
+    parser.add_argument("--data-root", type=Path, help="folder of the data set's files (default: that of the run)")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if not options.run.is_dir():
         raise UserError(f"{options.run} is not a folder; give the folder that a training run wrote.")
     config = load_train_config(str(options.run / "config.yaml"))
-    from unifmoe_dist.engine import build, checkpoint
+    from unifmoe_dist.engine import checkpoint, heartbeat
     from unifmoe_dist.engine.evaluate import evaluate
+    from unifmoe_dist.engine.own_model import own_model, own_task
     from unifmoe_dist.engine.trainer import summarise
 
     saved = checkpoint.latest(options.run, options.checkpoint)
     with running_ranks(1) as ranks:
         seed_everything(config.seed)
-        task = build.build_task(config)
-        model = build.build_model(config, task).to(ranks.device)
+        heartbeat.doing(f"reading the data of {config.data.task}")
+        task = own_task(options.run, config, options.data_root)
+        model = own_model(options.run, config).to(ranks.device)
+        heartbeat.doing(f"scoring the {options.split} data")
         checkpoint.load_weights(saved, model)
         datasets = task.test if options.split == "test" else task.validation
         score = evaluate(model, task, datasets, config.data.eval_batch_size, ranks, config.data.workers)

@@ -20,6 +20,7 @@ from ranks import run_ranks
 from tiny_images import make_benchmark, write_image
 from torchvision.datasets import ImageFolder
 
+from unifmoe_dist.analysis.run_report import load_run
 from unifmoe_dist.data.benchmarks import BENCHMARKS
 from unifmoe_dist.data.domainbed import domainbed_task, split
 from unifmoe_dist.data.image_folders import list_images
@@ -531,6 +532,22 @@ def test_a_run_selects_by_out_splits_and_reports_the_held_out_in_split(whole, tm
     with torch.no_grad():
         hits = [int(model(test[i][0][None]).argmax() == test[i][1]) for i in range(len(test))]
     assert len(hits) == 34 and summary["test_accuracy"] == pytest.approx(sum(hits) / 34)
+
+
+def test_a_run_is_scored_with_data_elsewhere(whole, pacs, tmp_path):
+    moved = tmp_path / "moved"
+    shutil.copytree(whole, moved)
+    text = (moved / "config.yaml").read_text().replace(str(pacs), "/nowhere")
+    (moved / "config.yaml").write_text(text.replace("pretrained: none", "pretrained: /no.pth"))
+    assert "/nowhere" in (moved / "config.yaml").read_text()
+    blind = run_job(tmp_path, 1, [str(moved)], script="evaluate", timeout=120)
+    assert blind.statuses == [2] and "error: data.root /nowhere" in blind.output
+    job = run_job(tmp_path, 1, [str(moved), "--data-root", str(pacs)], script="evaluate", timeout=120)
+    assert job.statuses == [0], job.output
+    found = json.loads(job.output[job.output.index("{") : job.output.rindex("}") + 1])
+    assert found["accuracy"] == json.loads((whole / "summary.json").read_text())["test_accuracy"]
+    loaded = load_run(moved, data_root=pacs)  # what analysis reads
+    assert len(loaded.task.test[0]) == 34
 
 
 def test_a_run_with_workers_that_is_resumed_equals_the_whole_run(whole, pacs, tmp_path):

@@ -6,6 +6,8 @@ import copy
 import io
 import json
 import pickle
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +25,7 @@ from unifmoe_dist import UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.config import ModelConfig, TrainConfig
 from unifmoe_dist.engine import build, checkpoint, export
 from unifmoe_dist.engine.cli import load_train_config
+from unifmoe_dist.engine.own_model import own_task
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling import moe_layers, upcycle
 
@@ -97,6 +100,46 @@ def test_one_file(name, request, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
     if name == "sharded":
         assert load_file(path)["blocks.3.mlp.experts.keys"].shape == (4, 256, 64)
+
+
+@pytest.mark.parametrize("name", ["sharded", "dense", "language"])
+def test_a_run_opens_without_its_data_and_its_backbone(name, request, tmp_path, monkeypatch):
+    """On another machine: the run's folder alone, with a pretrained folder that is not there."""
+    run, moved = request.getfixturevalue(name), tmp_path / "moved"
+    expected, asked = trained(run), logits(run, trained(run))
+    shutil.copytree(run, moved)
+    text = (moved / "config.yaml").read_text()
+    (moved / "config.yaml").write_text(re.sub(r"pretrained: .*/tiny", "pretrained: /nowhere/tiny", text))
+    assert (name == "language") == ("/nowhere" in (moved / "config.yaml").read_text())
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "build_task", lambda config: pytest.fail("the data were read"))
+        model = export.load_consolidated(export.consolidate(moved, tmp_path / "model.safetensors"))
+        folder = export.export(moved, tmp_path / "out")
+    assert model.state_dict().keys() == expected.state_dict().keys()
+    assert torch.equal(logits(run, model), asked)
+    assert torch.equal(logits(run, export.load_exported(folder)), asked)
+    config = load_train_config(str(moved / "config.yaml"))
+    task = own_task(moved, config)  # what evaluation and analysis read
+    model = build.convert(config, task.build_model()).eval()
+    checkpoint.load_weights(checkpoint.latest(moved, "best"), model)
+    inputs, _ = task.collate([task.test[0][i] for i in range(8)])
+    with torch.no_grad():
+        output = model(**inputs)
+    assert torch.equal(output if torch.is_tensor(output) else output.logits, asked)
+
+
+def test_an_older_run_of_a_known_backbone_opens(language, tmp_path):
+    """It has no folder `backbone`; the sizes of its model are those of its pretrained folder."""
+    moved = tmp_path / "moved"
+    shutil.copytree(language, moved)
+    shutil.rmtree(moved / "backbone")
+    model = export.load_consolidated(export.consolidate(moved, tmp_path / "model.safetensors"))
+    assert torch.equal(logits(language, model), logits(language, trained(language)))
+
+
+def test_another_data_root_is_refused_where_nothing_is_read(dense):
+    with pytest.raises(UserError, match="--data-root would change nothing in data.task digits"):
+        own_task(dense, load_train_config(str(dense / "config.yaml")), Path("elsewhere"))
 
 
 LOAD = """

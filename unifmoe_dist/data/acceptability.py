@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from unifmoe_dist.data.base import TaskData
+from unifmoe_dist.data.limits import check_tokens, longest_input
 from unifmoe_dist.data.sentences import corrupt, real_label, real_sentences
 from unifmoe_dist.data.text import EncodedTexts, PadCollator
 from unifmoe_dist.errors import UserError
@@ -34,27 +35,32 @@ def acceptability_task(split_seed: int = 0, model_path: str | Path | None = None
 
     Returns:
         ``collate`` gives ``input_ids``, ``attention_mask`` and ``token_type_ids``, each ``(N, T) int64``
-        with T the longest in the batch (at most 128); the model returns an object with ``.logits (N, 2)``.
+        with T the longest in the batch (at most 128, or fewer if the model takes fewer); the model returns
+        an object with ``.logits (N, 2)``.
 
     Raises:
         UserError: the model is not there, or Python's library sources are not.
     """
     folder = encoder_path(model_path)
     tokenizer = load_tokenizer(str(folder))
+    config = load_config(str(folder))
+    longest = longest_input(config, tokenizer, folder)
     texts, labels = labelled_sentences()
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(split_seed)).tolist()
     first = int(TRAIN_SHARE * len(order))
     second = first + int(VALIDATION_SHARE * len(order))
 
     def part(rows: list[int]) -> EncodedTexts:
-        return EncodedTexts([texts[i] for i in rows], [labels[i] for i in rows], tokenizer)
+        return EncodedTexts([texts[i] for i in rows], [labels[i] for i in rows], tokenizer, longest=longest)
 
+    parts = [part(order[:first]), part(order[first:second]), part(order[second:])]
+    check_tokens(config, parts, folder)
     return TaskData(
         name="acceptability",
         num_classes=2,
-        train=[part(order[:first])],
-        validation=[part(order[first:second])],
-        test=[part(order[second:])],
+        train=[parts[0]],
+        validation=[parts[1]],
+        test=[parts[2]],
         environments=("english",),
         collate=PadCollator(pad_token_id=int(tokenizer.pad_token_id)),
         build_model=partial(build_encoder, folder),
@@ -110,14 +116,30 @@ def build_encoder(folder: str | Path) -> nn.Module:
 
 def untrained_encoder(model_path: str | Path | None = None) -> nn.Module:
     """What `build_encoder` gives, with random weights; the default encoder's sizes are known without its package."""
-    from transformers import AutoConfig, BertConfig, BertForSequenceClassification
+    from transformers import BertConfig, BertForSequenceClassification
 
     if model_path is not None:
-        config = AutoConfig.from_pretrained(str(encoder_path(model_path)), num_labels=2)
+        config = load_config(str(encoder_path(model_path)))
+        config.num_labels = 2
         return BertForSequenceClassification(config)
     return BertForSequenceClassification(
         BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
     )  # two labels are its default
+
+
+def load_config(folder: str) -> Any:
+    """The config of an encoder's folder.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split("\n")[0].split()).rstrip(".")
+        raise UserError(f"the config in {folder} cannot be read ({reason}); give another folder.") from error
 
 
 @lru_cache(maxsize=4)

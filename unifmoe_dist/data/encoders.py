@@ -69,6 +69,19 @@ class Encoder:
             raise UserError(f"the tokenizer of {self.source} has no padding token; choose a BERT-style model.backbone.")
         return tokenizer
 
+    def config(self) -> Any:
+        """The model's config, as its source has it.
+
+        Raises:
+            UserError: it cannot be had from there.
+        """
+        if self._is_tiny():
+            return _tiny_config({})
+        from transformers import AutoConfig
+
+        with self._explained("config"):
+            return AutoConfig.from_pretrained(self.source, trust_remote_code=False)
+
     def classifier(self, num_classes: int, dropout: float) -> nn.Module:
         """The model with a new classifier of `num_classes`, in float32; new weights come from torch's generator.
 
@@ -87,7 +100,7 @@ class Encoder:
         with self._explained("weights"), _quiet():
             config = AutoConfig.from_pretrained(self.source, trust_remote_code=False, **given)
             if self.random:
-                return AutoModelForSequenceClassification.from_config(config)
+                return AutoModelForSequenceClassification.from_config(config).float()
             # A checkpoint may bring a classifier of another width, which is drawn anew.
             model, loaded = AutoModelForSequenceClassification.from_pretrained(
                 self.source, config=config, ignore_mismatched_sizes=True, output_loading_info=True,

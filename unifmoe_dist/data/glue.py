@@ -12,6 +12,7 @@ from pathlib import Path
 from unifmoe_dist.data.base import TaskData
 from unifmoe_dist.data.encoders import GLUE_BACKBONE, Encoder
 from unifmoe_dist.data.glue_files import FORMATS, Examples, read_glue
+from unifmoe_dist.data.limits import check_tokens, longest_input
 from unifmoe_dist.data.metrics import ACCURACY, ACCURACY_AND_F1, MATTHEWS
 from unifmoe_dist.data.text import EncodedTexts, PadCollator
 
@@ -21,7 +22,7 @@ METRICS = {"cola": MATTHEWS, "mrpc": ACCURACY_AND_F1, "qnli": ACCURACY, "mnli": 
 def glue_task(
     name: str, root: str | Path | None = None, encoder: Encoder | None = None, dropout: float = 0.1
 ) -> TaskData:
-    """One task, tokenised to at most 128 tokens and padded batch by batch.
+    """One task, tokenised to at most 128 tokens, or fewer if the model takes fewer, and padded batch by batch.
 
     Args:
         name: cola, mrpc, qnli, mnli (matched) or rte.
@@ -38,21 +39,24 @@ def glue_task(
     """
     encoder = encoder or Encoder(GLUE_BACKBONE)
     train, validation = read_glue(name, root)
-    tokenizer = encoder.tokenizer()
+    tokenizer, config = encoder.tokenizer(), encoder.config()
+    longest = longest_input(config, tokenizer, encoder.source)
 
     def encoded(part: Examples) -> EncodedTexts:
         first, *second = zip(*part.texts, strict=True)
-        return EncodedTexts(first, part.labels, tokenizer, second[0] if second else None)
+        return EncodedTexts(first, part.labels, tokenizer, second[0] if second else None, longest)
 
-    validating, classes = encoded(validation), len(FORMATS[name].classes)
+    training, validating, classes = encoded(train), encoded(validation), len(FORMATS[name].classes)
+    types = "token_type_ids" in tokenizer.model_input_names
+    check_tokens(config, [training, validating], encoder.source)
     return TaskData(
         name=name,
         num_classes=classes,
-        train=[encoded(train)],
+        train=[training],
         validation=[validating],
         test=[validating],
         environments=(name,),
-        collate=PadCollator(int(tokenizer.pad_token_id), "token_type_ids" in tokenizer.model_input_names),
+        collate=PadCollator(int(tokenizer.pad_token_id), types),
         build_model=partial(encoder.classifier, classes, dropout),
         metric=METRICS[name],
     )

@@ -25,7 +25,7 @@ _AT_ONCE = 10_000  # texts that are tokenised together: bounds what the tokenize
 class EncodedTexts(Dataset):
     """Texts tokenised once, kept in flat arrays (a list of lists takes ten times the memory).
 
-    Items are `(token ids, token types, label)`: two lists of equal length, at most 128, and a class. Of a pair that
+    Items are `(token ids, token types, label)`: two lists of equal length and a class. Of a pair that
     is too long, the longer text is cut first.
 
     Args:
@@ -33,18 +33,25 @@ class EncodedTexts(Dataset):
         labels: Class of every item.
         tokenizer: A Transformers tokenizer.
         pairs: Second text of every item; None for single sentences.
+        longest: Tokens of an item, at most.
     """
 
     def __init__(
-        self, texts: Sequence[str], labels: Sequence[int], tokenizer: Any, pairs: Sequence[str] | None = None
-    ) -> None:
+        self, texts: Sequence[str], labels: Sequence[int], tokenizer: Any, pairs: Sequence[str] | None = None,
+        longest: int = MAX_LENGTH,
+    ) -> None:  # fmt: skip
         self.texts, self.labels = list(texts), list(labels)
         self.pairs = None if pairs is None else list(pairs)
         large = len(self.texts) >= token_cache.FEWEST
-        name = token_cache.fingerprint(tokenizer, self.texts, self.pairs, MAX_LENGTH) if large else None
-        tokens = token_cache.remembered(name, len(self.texts), partial(tokenise, tokenizer, self.texts, self.pairs))
+        make = partial(tokenise, tokenizer, self.texts, self.pairs, longest)
+        name = token_cache.fingerprint(tokenizer, self.texts, self.pairs, longest) if large else None
+        tokens = token_cache.remembered(name, len(self.texts), make)
         self._ends = np.concatenate([[0], np.cumsum(tokens["lengths"], dtype=np.int64)])
         self._ids, self._types = tokens["ids"], tokens["types"]
+
+    def largest(self) -> tuple[int, int]:
+        """The largest token id and token type; -1 without tokens."""
+        return int(self._ids.max(initial=-1)), int(self._types.astype(np.int64).max(initial=-1))
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -54,13 +61,15 @@ class EncodedTexts(Dataset):
         return self._ids[part].tolist(), self._types[part].tolist(), self.labels[index]
 
 
-def tokenise(tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None) -> Tokens:
+def tokenise(
+    tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, longest: int = MAX_LENGTH
+) -> Tokens:
     """Texts, or pairs of texts, as flat arrays."""
     ids, types, lengths = [np.zeros(0, np.int32)], [np.zeros(0, np.uint8)], [np.zeros(0, np.int32)]
     for first in range(0, len(texts), _AT_ONCE):
         part = slice(first, first + _AT_ONCE)
         second = None if pairs is None else pairs[part]
-        encoded = tokenizer(texts[part], second, truncation=True, max_length=MAX_LENGTH, return_token_type_ids=True)
+        encoded = tokenizer(texts[part], second, truncation=True, max_length=longest, return_token_type_ids=True)
         lengths.append(np.array([len(row) for row in encoded["input_ids"]], dtype=np.int32))
         ids.append(np.concatenate([np.asarray(row, dtype=np.int32) for row in encoded["input_ids"]]))
         types.append(np.concatenate([np.asarray(row, dtype=np.uint8) for row in encoded["token_type_ids"]]))

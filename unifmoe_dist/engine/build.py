@@ -76,12 +76,63 @@ def build_tokenizer(config: TrainConfig) -> Any:
     return load_tokenizer(str(encoder_path(config.model.pretrained)))
 
 
+def is_language(config: TrainConfig) -> bool:
+    """Whether the task reads text."""
+    return config.data.task == "acceptability" or config.data.task in get_args(GlueName)
+
+
+def num_classes(config: TrainConfig) -> int:
+    """Width of the logits."""
+    task = config.data.task
+    if task == "digits":
+        from unifmoe_dist.data.digits import NUM_CLASSES
+
+        return NUM_CLASSES
+    if task in BENCHMARKS:
+        return BENCHMARKS[task].num_classes
+    if task in get_args(GlueName):
+        from unifmoe_dist.data.glue_files import FORMATS
+
+        return len(FORMATS[task].classes)
+    return 2
+
+
+def untrained_backbone(config: TrainConfig) -> nn.Module:
+    """The dense backbone with random weights: what the task builds, without its data and pretrained weights.
+
+    Raises:
+        UserError: the backbone's sizes are neither known nor in a folder, and the hub cannot be reached.
+    """
+    task, classes = config.data.task, num_classes(config)
+    if task == "digits":
+        from unifmoe_dist.data.digits import build_digits_vit
+
+        return build_digits_vit()
+    if task in BENCHMARKS:
+        from unifmoe_dist.data.vision_backbone import DEFAULT_BACKBONE, build_backbone
+
+        return build_backbone(
+            config.model.backbone or DEFAULT_BACKBONE, classes, config.data.image_size, "none",
+            dropout=config.model.dropout, drop_path=config.model.drop_path,
+        )  # fmt: skip
+    if task in get_args(GlueName):
+        return glue_encoder(config).untrained(classes, config.model.dropout)
+    from unifmoe_dist.data.acceptability import untrained_encoder
+
+    return untrained_encoder(config.model.pretrained)
+
+
 def build_model(config: TrainConfig, task: TaskData, ranks: Ranks | None = None) -> nn.Module:
     """The dense backbone, upcycled if the configuration asks for it: what is deployed. Seed torch first.
 
     Without ranks all experts are here and nothing travels, so no dispatcher's library is needed.
     """
-    model = install_layers(config, task.build_model(), ranks)
+    return convert(config, task.build_model(), ranks)
+
+
+def convert(config: TrainConfig, model: nn.Module, ranks: Ranks | None = None) -> nn.Module:
+    """A dense backbone with what the configuration puts into it, as `build_model` has it; in place where possible."""
+    model = install_layers(config, model, ranks)
     model = ALGORITHMS[config.algorithm.name].adapt(model, config.algorithm)
     if config.parallel.gradient_checkpointing:
         checkpoint_activations(model)

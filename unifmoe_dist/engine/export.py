@@ -29,6 +29,7 @@ from unifmoe_dist.data.benchmarks import BENCHMARKS
 from unifmoe_dist.data.vision_backbone import build_backbone
 from unifmoe_dist.engine import build, checkpoint
 from unifmoe_dist.engine.cli import load_train_config
+from unifmoe_dist.engine.own_model import own_config, own_model
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling import upcycle
 
@@ -97,7 +98,7 @@ def export(run: Path, output: Path, name: str = "best") -> Path:
     def write(temporary: Path) -> None:
         if shape["library"] == "transformers":
             model.save_pretrained(temporary)  # type: ignore[operator]
-            build.build_tokenizer(config).save_pretrained(str(temporary))
+            build.build_tokenizer(own_config(run, config)).save_pretrained(str(temporary))
             return
         temporary.mkdir()
         checkpoint.save_tensors(_own_memory(model), temporary / WEIGHTS)
@@ -135,7 +136,8 @@ def _load_run(run: Path, name: str) -> tuple[TrainConfig, nn.Module, int]:
     config = load_train_config(str(run / "config.yaml"))
     folder = checkpoint.latest(run, name)
     config.parallel.gradient_checkpointing = False
-    model = build.build_model(config, build.build_task(config))
+    with torch.random.fork_rng(devices=[]):
+        model = own_model(run, config)
     checkpoint.load_weights(folder, model)
     return config, model, int(checkpoint.load_progress(folder)["step"])
 

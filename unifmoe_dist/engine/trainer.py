@@ -29,6 +29,7 @@ from unifmoe_dist.engine.cli import dump_train_config, load_train_config
 from unifmoe_dist.engine.epochs import check_epochs, in_steps, steps_per_epoch
 from unifmoe_dist.engine.evaluate import Score, collect_usage, evaluate, to_device
 from unifmoe_dist.engine.health import StepCheck, Verdict, locate, skip_update, unnoticed
+from unifmoe_dist.engine.own_model import keep_backbone
 from unifmoe_dist.engine.preemption import StopSignals
 from unifmoe_dist.engine.preflight import check_layers
 from unifmoe_dist.engine.ranks import Ranks, seed_everything
@@ -205,6 +206,7 @@ class Trainer:
             folder.mkdir(parents=True, exist_ok=True)
             if not resuming:
                 set_aside(folder, dump_train_config(given))
+            keep_backbone(folder, given, self.model)
         ranks.barrier()
         optimizer = build.build_optimizer(config, self.algorithm, ranks)
         sharded = config.model.num_experts if ranks.expert_group is not None and self.layers else None

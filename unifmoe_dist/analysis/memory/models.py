@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unifmoe_dist.analysis.memory.experts import ExpertsStandIn, Load
 from unifmoe_dist.baselines.algorithms import Algorithm
-from unifmoe_dist.config import GlueName, TrainConfig
+from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.base import Batch, TaskData
 from unifmoe_dist.data.benchmarks import BENCHMARKS
 from unifmoe_dist.data.text import MAX_LENGTH
 from unifmoe_dist.engine import build
+from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling import moe_layers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -32,32 +34,33 @@ def task_of_sizes(config: TrainConfig) -> TaskData:
     Raises:
         UserError: the backbone's architecture cannot be had without a network.
     """
-    task = config.data.task
+    task, classes = config.data.task, build.num_classes(config)
+    make = partial(build.untrained_backbone, config)
     if task == "digits":
         from unifmoe_dist.data import digits
 
         side = digits.IMAGE_SIZE
-        images = partial(_images, 1, side, digits.NUM_CLASSES)
-        return _task(task, digits.NUM_CLASSES, len(digits.ENVIRONMENTS) - 1, digits.build_digits_vit, images)
+        images = partial(_images, 1, side, classes)
+        return _task(task, classes, len(digits.ENVIRONMENTS) - 1, make, images)
     if task in BENCHMARKS:
-        from unifmoe_dist.data.vision_backbone import DEFAULT_BACKBONE, build_backbone
-
         benchmark, size = BENCHMARKS[task], config.data.image_size
-        make = partial(
-            build_backbone, config.model.backbone or DEFAULT_BACKBONE, benchmark.num_classes, size, "none",
-            dropout=config.model.dropout, drop_path=config.model.drop_path,
-        )  # fmt: skip
-        images = partial(_images, 3, size, benchmark.num_classes)
-        return _task(task, benchmark.num_classes, len(benchmark.environments) - 1, make, images)
-    if task in get_args(GlueName):
-        from unifmoe_dist.data.glue_files import FORMATS
+        images = partial(_images, 3, size, classes)
+        return _task(task, classes, len(benchmark.environments) - 1, make, images)
+    return _task(task, classes, 1, make, partial(_sentences, classes, longest_sentence(config)))
 
-        classes = len(FORMATS[task].classes)
-        make = partial(build.glue_encoder(config).untrained, classes, config.model.dropout)
-        return _task(task, classes, 1, make, partial(_sentences, classes))
-    from unifmoe_dist.data.acceptability import untrained_encoder
 
-    return _task(task, 2, 1, partial(untrained_encoder, config.model.pretrained), partial(_sentences, 2))
+def longest_sentence(config: TrainConfig) -> int:
+    """Tokens of the longest input of a language task, as far as that is known without a network."""
+    from unifmoe_dist.data.acceptability import load_config
+    from unifmoe_dist.data.limits import longest_input
+
+    with suppress(UserError):
+        if config.data.task != "acceptability":
+            encoder = build.glue_encoder(config)
+            return longest_input(encoder.config(), None, encoder.source)
+        if config.model.pretrained is not None:
+            return longest_input(load_config(config.model.pretrained), None, config.model.pretrained)
+    return MAX_LENGTH
 
 
 def _task(
@@ -71,8 +74,8 @@ def _images(channels: int, side: int, classes: int, items: Sequence[Any]) -> Bat
     return {"x": torch.randn(len(items), channels, side, side)}, torch.randint(0, classes, (len(items),))
 
 
-def _sentences(classes: int, items: Sequence[Any]) -> Batch:
-    tokens = torch.randint(0, _VOCABULARY, (len(items), MAX_LENGTH))
+def _sentences(classes: int, length: int, items: Sequence[Any]) -> Batch:
+    tokens = torch.randint(0, _VOCABULARY, (len(items), length))
     inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "token_type_ids": tokens * 0}
     return inputs, torch.randint(0, classes, (len(items),))
 

@@ -6,9 +6,9 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,11 +16,11 @@ from torch import nn
 from unifmoe_dist.analysis.training_plots import read_metrics
 from unifmoe_dist.baselines.methods import METHODS
 from unifmoe_dist.baselines.tables import BENCHMARKS as SWEPT
-from unifmoe_dist.config import GlueName, TrainConfig
+from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.base import TaskData
-from unifmoe_dist.data.benchmarks import BENCHMARKS
 from unifmoe_dist.engine import build, checkpoint, heartbeat
 from unifmoe_dist.engine.cli import load_train_config
+from unifmoe_dist.engine.own_model import own_model, own_task
 from unifmoe_dist.engine.ranks import Ranks, seed_everything
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling import moe_layers
@@ -67,7 +67,7 @@ class LoadedRun:
 
     @property
     def is_text(self) -> bool:
-        return self.config.data.task == "acceptability" or self.config.data.task in get_args(GlueName)
+        return build.is_language(self.config)
 
     @property
     def method(self) -> str:
@@ -107,13 +107,16 @@ def _option(config: TrainConfig, name: str) -> Any:
     return getattr(getattr(config, group), key)
 
 
-def load_run(folder: Path, name: str = "best", label: str | None = None) -> LoadedRun:
+def load_run(
+    folder: Path, name: str = "best", label: str | None = None, data_root: Path | None = None
+) -> LoadedRun:
     """Load a run's checkpoint on the device at hand. Weights come from the checkpoint alone: no others are fetched.
 
     Args:
         folder: The run's folder.
         name: "best", "latest" or "step-N".
         label: Its name in the report; None takes the folder's.
+        data_root: Folder of the data set's files; None takes the run's own.
 
     Raises:
         UserError: the folder is no run, has no such checkpoint, or its data are not there.
@@ -128,20 +131,17 @@ def load_run(folder: Path, name: str = "best", label: str | None = None) -> Load
         )
     saved = checkpoint.latest(folder, name)
     config.parallel.gradient_checkpointing = False
-    given = config.model.pretrained
-    if given is None and config.data.task in (*BENCHMARKS, *get_args(GlueName)):
-        config.model.pretrained = "none"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     seed_everything(config.seed)
     heartbeat.doing(f"reading the data of {config.data.task} and the weights of {folder}")
-    task = build.build_task(config)
+    task = own_task(folder, config, data_root)
     with _quiet_transformers():
-        model = build.build_model(config, task)
+        model = own_model(folder, config)
     checkpoint.load_weights(saved, model)
     return LoadedRun(
         name=label or folder.resolve().name,
         folder=folder,
-        config=replace(config, model=replace(config.model, pretrained=given)),
+        config=config,
         checkpoint=saved,
         step=int(checkpoint.load_progress(saved)["step"]),
         task=task,

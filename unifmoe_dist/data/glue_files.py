@@ -286,7 +286,14 @@ def _of_columns(task: GlueFormat, columns: dict[str, Sequence[Any]], place: obje
             raise UserError(f"{place} has no column {name!r}; it is not GLUE's {task.folder} as the hub stores it.")
     labels = list(columns["label"])
     for label in labels:
-        if label not in range(len(task.classes)):
+        if isinstance(label, str) or label is None or label not in range(len(task.classes)):
             raise UserError(f"{place} has the label {label!r}; {task.folder} has 0 to {len(task.classes) - 1}.")
+    for name in task.hub_columns:
+        for row, cell in enumerate(columns[name], 1):
+            if not isinstance(cell, str):
+                raise UserError(
+                    f"{place} holds {cell!r} in row {row} of the column {name!r}, which must be text; leave "
+                    "the row out, or write it as text."
+                )
     texts = list(zip(*(columns[name] for name in task.hub_columns), strict=True))
-    return _filled(Examples(texts, labels), place)
+    return _filled(Examples(texts, [int(label) for label in labels]), place)

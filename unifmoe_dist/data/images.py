@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +17,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageFile, UnidentifiedImageError
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 from torchvision import transforms
 
 from unifmoe_dist.data.image_folders import ImageFolder
@@ -96,7 +99,44 @@ def decode(path: Path) -> tuple[Image.Image, bool]:
 
 def _decode(path: Path) -> Image.Image:
     with Image.open(path, formats=FORMATS) as image:
+        if image.mode[0] in "IF":
+            return _deep_grey(image).convert("RGB")
         return image.convert("RGB")
+
+
+def _deep_grey(image: Image.Image) -> Image.Image:
+    """A grey image of more than 8 bits as one of 8: Pillow itself would clip it, so that nearly all of it were white.
+
+    Raises:
+        NotAnImage: it has 32 bits, which say nothing about what white is, and its values are not those of 8 bits.
+    """
+    values = np.asarray(image)
+    if image.mode.startswith("I;16") or image.mode == "I" and image.format in ("PNG", "PPM"):  # always 16 bits there
+        _tell_once(
+            "warning: grey images of 16 bits are scaled to 8 here; DomainBed clips them to nearly white, so results on "
+            "these data are not to be compared with its own."
+        )
+        return Image.fromarray(((values.astype(np.uint32) + 128) // 257).astype(np.uint8))
+    low, high = float(values.min(initial=0)), float(values.max(initial=0))
+    if not (low >= 0 and high <= 255) or image.mode == "F" and 0 < high <= 1:
+        raise NotAnImage(
+            f"its pixels are 32-bit numbers from {low:g} to {high:g}, which do not say what white is; save it with 8 or "
+            "16 bits"
+        )
+    return image
+
+
+_told = False
+
+
+def _tell_once(line: str) -> None:
+    """Print a line once per job: on rank 0, and of the processes that read for it in the first."""
+    global _told
+    worker = get_worker_info()
+    first = multiprocessing.parent_process() is None if worker is None else worker.id == 0
+    if first and not _told and os.environ.get("RANK", "0") == "0":
+        _told = True
+        print(line, file=sys.stderr, flush=True)
 
 
 def _decode_truncated(path: Path) -> Image.Image:

@@ -62,6 +62,7 @@ def build_backbone(
     }
     if not timm.models.is_model_in_modules(name, ["vision_transformer", "deit"]):
         raise UserError(f"model.backbone {name!r} is no ViT; choose one such as {DEFAULT_BACKBONE}.")
+    _check_size(name, image_size)
     if pretrained is None:
         model = _from_hub(name, options)
     else:
@@ -73,6 +74,25 @@ def build_backbone(
         if isinstance(module, Mlp):
             module.drop1.p = 0.0
     return model
+
+
+def _check_size(name: str, image_size: int) -> None:
+    """See that images can be cut into the model's patches.
+
+    Raises:
+        UserError: they are smaller than a patch, or no whole number of patches.
+    """
+    import timm
+    import torch
+
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        patch = max(timm.create_model(name, pretrained=False).patch_embed.patch_size)
+    if image_size % patch:
+        near = max(1, round(image_size / patch)) * patch
+        raise UserError(
+            f"data.image_size {image_size} is no multiple of {name}'s patches of {patch} pixels; use "
+            f"{near}, for example."
+        )
 
 
 def _from_hub(name: str, options: dict[str, Any]) -> nn.Module:

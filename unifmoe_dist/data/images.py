@@ -120,8 +120,8 @@ def _deep_grey(image: Image.Image) -> Image.Image:
     low, high = float(values.min(initial=0)), float(values.max(initial=0))
     if not (low >= 0 and high <= 255) or image.mode == "F" and 0 < high <= 1:
         raise NotAnImage(
-            f"its pixels are 32-bit numbers from {low:g} to {high:g}, which do not say what white is; save it with 8 or "
-            "16 bits"
+            f"its pixels are 32-bit numbers from {low:g} to {high:g}, which do not say what white is; save it with "
+            "8 or 16 bits"
         )
     return image
 

@@ -86,7 +86,8 @@ def _check_size(name: str, image_size: int) -> None:
     import torch
 
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        patch = max(timm.create_model(name, pretrained=False).patch_embed.patch_size)
+        skeleton: Any = timm.create_model(name, pretrained=False)
+    patch = max(skeleton.patch_embed.patch_size)
     if image_size % patch:
         near = max(1, round(image_size / patch)) * patch
         raise UserError(

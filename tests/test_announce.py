@@ -35,7 +35,7 @@ def test_the_first_lines_name_everything(monkeypatch):
     assert lines(words, Ranks(0, 2, torch.device("cpu"))) == [
         "runs/mine starts, 20 steps",
         "  2 ranks on CPU, 3 threads per rank; expert-parallel size 2, ZeRO 1, fp32",
-        f"  model: unif in layers 3, 6 experts; {own + experts:,} parameters ({own:,} on each rank)",
+        f"  model: unif in layer 3 with 6 experts each; {own + experts:,} parameters ({own:,} on each rank)",
         "  data: digits, rot75 held out; 1,198 items of 5 environments to train, 300 to validate, 239 to test",
         "  batch: 40 items a step (8 of each environment), 20 at a time on each rank",
     ]

@@ -60,7 +60,8 @@ def _what(config: TrainConfig, ranks: Ranks, model: nn.Module) -> str:
     if chosen.moe == "none":
         kind = "dense model"
     else:
-        kind = f"{chosen.moe} in layers {', '.join(map(str, chosen.layers))}, {chosen.num_experts} experts"
+        layers = ", ".join(map(str, chosen.layers))
+        kind = f"{chosen.moe} in layer{'s' * (len(chosen.layers) > 1)} {layers} with {chosen.num_experts} experts each"
     return f"model: {kind}; {whole:,} parameters{here}"
 
 

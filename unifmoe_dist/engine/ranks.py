@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -98,6 +100,7 @@ def running_ranks(
     after the work has succeeded.
     """
     if not torch.accelerator.is_available():
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it misses CUDA where there is none
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no other
     import deepspeed
     from deepspeed.utils import groups, logger
@@ -124,7 +127,8 @@ def running_ranks(
                 backend, store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
                 timeout=timeout, device_id=device if cuda else None,
             )  # fmt: skip
-        with compiling.announced(compiling.SHARED_MEMORY):
+        # DeepSpeed prints on standard output, which is the command's own.
+        with compiling.announced(compiling.SHARED_MEMORY), redirect_stdout(sys.stderr):
             deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
     except (dist.DistError, RuntimeError) as error:
         raise _not_joined(error, timeout_s) from error

@@ -18,9 +18,11 @@ from unifmoe_dist.baselines.mass_schedule import LANGUAGE, SHORT, VISION, MASSSc
 from unifmoe_dist.baselines.noisy_top_k import load_importance_loss
 from unifmoe_dist.baselines.tables import BENCHMARKS, GLUE
 from unifmoe_dist.baselines.topk import balance_loss
+from unifmoe_dist.engine import checkpoint
 from unifmoe_dist.engine.build import layer_options
 from unifmoe_dist.engine.cli import dump_train_config, load_train_config, parse_train_config
 from unifmoe_dist.engine.epochs import in_steps
+from unifmoe_dist.engine.trainer import Trainer
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import AppliedStep
 
@@ -417,8 +419,36 @@ def test_runs_and_models_of_earlier_versions_keep_their_gate(tmp_path):
     assert not load_train_config(str(path)).model.gate_temperature
     path.write_text("model:\n  moe: dynmoe\n")  # by hand
     assert not load_train_config(str(path)).model.gate_temperature
+    path.write_text(text.replace("moe: dynmoe", "moe: emoe").replace("  load_loss: tutel\n", ""))
+    assert load_train_config(str(path)).model.load_loss == "shazeer"
+    windows = text.replace("moe: dynmoe", "moe: mass").replace("  mass_window: null\n  mass_warmup: null\n", "")
+    path.write_text(windows.replace("steps: 800", "steps: 5001", 1))
+    model = load_train_config(str(path)).model
+    assert (model.mass_window, model.mass_warmup) == (200, 100)
     saved = {"num_experts": 4, "max_experts": 6, "layers": [1], "method": "dynmoe", "expansion_steps": 300}
     assert LayerOptions.from_saved("dynmoe", saved).gate_temperature
     assert not LayerOptions.from_saved("dynmoe", {**saved, "gate_temperature": False}).gate_temperature
     options = LayerOptions.from_saved("mass", saved)
     assert (options.max_experts, options.mass_window, options.mass_warmup) == (6, 120, 60)
+
+
+def test_a_checkpoint_with_windows_of_another_length_is_taken(tmp_path):
+    """A run in epochs is opened with its configuration, which does not say how many steps they were."""
+    long, short = mass(0.5, window=6), mass(0.5, window=3)
+    long.norms[:] = torch.arange(6.0)
+    weights = checkpoint.split_by_expert(long, long.state_dict())
+    checkpoint.save_tensors({name: t.contiguous() for name, t in weights.items()}, tmp_path / "dense.safetensors")
+    checkpoint.load_weights(tmp_path, short)
+    assert short.norms[0].tolist() == [3, 4, 5]
+    with pytest.raises(UserError, match="model options differ"):
+        checkpoint.load_weights(tmp_path, with_weights(MASSLayer(MASSConfig(D, 2 * H, K, initial_experts=4))))
+
+
+def test_layers_are_told_how_long_an_epoch_is(monkeypatch):
+    told = []
+    layer = SimpleNamespace(after_step=lambda step: told.append((step.step, step.epoch_steps)) or [])
+    monkeypatch.setattr("unifmoe_dist.engine.optimizer_state.take_over", lambda engine, changes: None)
+    trainer = SimpleNamespace(step=5, epoch_steps=7, layers={"a": layer}, engine=None,
+                              ranks=SimpleNamespace(all_sum=None))  # fmt: skip
+    Trainer._after_step(trainer, ({}, torch.zeros(1)))
+    assert told == [(5, 7)]

@@ -219,6 +219,19 @@ def test_a_finished_sweep_is_skipped(finished, capsys):
     assert "12 runs: 0 to do, 0 half done, 12 finished" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("method,option", [("dynmoe", "gate_temperature True"), ("gmoe", "load_loss shazeer")])
+def test_a_run_of_a_version_with_another_gate_is_not_taken_for_this_one(method, option, tmp_path):
+    (run,) = plan(tmp_path, methods=(method,))
+    run.folder.mkdir(parents=True)
+    lines = dump_train_config(run.config).splitlines(True)
+    (run.folder / "config.yaml").write_text("".join(lines))
+    assert state_of(run) is State.NEW
+    old = (line for line in lines if "gate_temperature" not in line and "load_loss" not in line)
+    (run.folder / "config.yaml").write_text("".join(old))
+    with pytest.raises(UserError, match=f"holds a run with model.{option}"):
+        state_of(run)
+
+
 def test_a_run_with_other_options_is_not_taken_for_this_one(finished):
     with pytest.raises(UserError, match="holds a run with steps 2, not 3"):
         sweep_command.main(words_of(finished, "--set", "steps=3", "eval_every=2"))

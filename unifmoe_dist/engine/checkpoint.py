@@ -317,7 +317,7 @@ def load_weights(folder: Path, model: nn.Module, start: str = "") -> None:
     tensors, places = _Tensors(folder, optimizer=False), expert_names(model)
     own = model.state_dict()
     state = {name: tensors.read_for(places, name, start) for name in own}
-    resized = {f"{name}.{each}" for name, layer in moe_layers(model).items() for each in layer.resized}
+    resized = {f"{name}.{each}".lstrip(".") for name, layer in moe_layers(model).items() for each in layer.resized}
     for name, tensor in state.items():
         if tensor.shape != own[name].shape and name not in resized:
             raise UserError(

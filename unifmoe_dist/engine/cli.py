@@ -16,7 +16,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_s
 from unifmoe_dist import interrupts, shipped
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.engine import failure, heartbeat, terminal
-from unifmoe_dist.engine.old_runs import unwritten_options
+from unifmoe_dist.engine.old_runs import unwritten_words
 from unifmoe_dist.engine.option_errors import one_sentence
 from unifmoe_dist.engine.restart import resumes
 from unifmoe_dist.errors import UserError
@@ -58,7 +58,7 @@ def parse_train_config(arguments: Sequence[str], prog: str | None = None) -> Tra
         run = Path(parsed.output or "")
         saved = run / "config.yaml"
         if resumes(parsed.resume, run) and saved.is_file():
-            parsed = parser.parse_args(["--config", str(saved), *unwritten_options(saved), *words])
+            parsed = parser.parse_args(["--config", str(saved), *unwritten_words(saved), *words])
     except (ArgumentError, ImportError, UnicodeDecodeError) as error:  # a value names a module; a file is no text
         raise UserError(one_sentence(str(error), list(parser.get_defaults().keys()))) from error
     return as_config(parser, parsed)
@@ -72,7 +72,7 @@ def load_train_config(path: str) -> TrainConfig:
     """
     parser = train_parser()
     try:
-        missing = unwritten_options(Path(path))
+        missing = unwritten_words(Path(path))
         parsed = parser.parse_args(["--config", path, *missing]) if missing else parser.parse_path(path)
         return as_config(parser, parsed)
     except (ArgumentError, ImportError, TypeError, OSError, UnicodeDecodeError) as error:

@@ -1,24 +1,41 @@
-"""What runs of earlier versions did where the options that their config.yaml lacks have another default by now."""
+"""What runs of earlier versions did where the options that their config.yaml lacks have another default by now.
+
+Every run writes out all options that it knows, so a file that lacks one comes from a version without it. A file that
+was written by hand, or that cannot be read, says nothing here.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 
-def unwritten_options(path: Path) -> list[str]:
-    """Words that complete a run's config.yaml.
+def unwritten(written: Mapping[str, Any]) -> dict[str, Any]:
+    """Options, by dotted name, that complete those that a run wrote, given by dotted name too."""
+    moe = written.get("model.moe")
+    found: dict[str, Any] = {}
+    if "model.adapt_every" not in written:  # written by hand
+        return {}
+    if moe == "dynmoe":
+        found["model.gate_temperature"] = True
+    if moe in ("gmoe", "emoe", "emoe_learn"):
+        found["model.load_loss"] = "shazeer"
+    if moe == "mass" and isinstance(steps := written.get("steps"), int) and written.get("epochs") is None:
+        found["model.mass_window"] = max(2, min(200, steps // 10 * 2 // 5))
+        found["model.mass_warmup"] = min(100, steps // 10 // 5)
+    return {name: value for name, value in found.items() if name not in written}
 
-    Every run writes out all options it knows; a file that lacks one, or that cannot be read, says nothing here.
-    """
+
+def unwritten_words(path: Path) -> list[str]:
+    """`unwritten` of a run's config.yaml as words of a command line."""
     try:
         written = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return []  # whoever parses it says what is wrong
-    model = written.get("model") if isinstance(written, dict) else None
-    if not isinstance(model, dict) or "adapt_every" not in model:  # written by hand
+    if not isinstance(written, dict) or not isinstance(written.get("model"), dict):
         return []
-    if model.get("moe") == "dynmoe" and "gate_temperature" not in model:
-        return ["--model.gate_temperature=true"]
-    return []
+    flat = {**written, **{f"model.{name}": value for name, value in written["model"].items()}}
+    return [f"--{name}={str(value).lower()}" for name, value in unwritten(flat).items()]

@@ -23,6 +23,7 @@ import yaml
 
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.engine.checkpoint import write_text
+from unifmoe_dist.engine.old_runs import unwritten
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.sweep.plan import Run
 
@@ -53,6 +54,7 @@ def state_of(run: Run) -> State:
         saved = _flat(yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader))
     except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
         raise UserError(f"{path} is not the configuration of a run; delete {run.folder} or move it away.") from error
+    saved = {**unwritten(saved), **saved}
     planned, default = _flat(_plain(run.config)), _flat(_plain(TrainConfig()))
     for name, value in planned.items():
         if name not in _WITHOUT_EFFECT and saved.get(name, default[name]) != value:

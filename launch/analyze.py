@@ -2,12 +2,15 @@
 """What a trained run's layers do: `python launch/analyze.py RUN [--compare OTHER_RUN] [--masks FOLDER] [--cost]`.
 
 Writes RUN/analysis/report.html, one page that needs nothing else, with figures/ (PNG, PDF), tables/ (CSV) and
-numbers.json beside it. UniF-MoE: how blocks and experts are used, and where. A fixed number of experts per token: the
-paper's three observations. Any run, dense ones too: learning curves and cost.
+numbers.json beside it; with --masks, --methods, --cost, --compare or --checkpoint in a folder of their own, such as
+RUN/analysis-cost, so that no report takes another's place. UniF-MoE: how blocks and experts are used, and where. A
+fixed number of experts per token: the paper's three observations. Any run, dense ones too: learning curves and cost.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +43,6 @@ def main(arguments: Sequence[str]) -> None:
         load_run(folder, options.checkpoint, label, options.data_root)
         for folder, label in zip(folders, labels, strict=True)
     ]
-    default = "analysis" if options.compare is None else f"analysis-with-{folders[1].resolve().name}"
     wanted = StudyOptions(
         measure=options.cost,
         methods=options.cost or options.methods,
@@ -51,13 +53,28 @@ def main(arguments: Sequence[str]) -> None:
         **({} if options.tokens is None else {"most_tokens": options.tokens}),
     )
     command = shlex.join(["python", "launch/analyze.py", *arguments])
-    print(write_report(runs, options.output or options.run / default, wanted, command))
+    print(write_report(runs, options.output or options.run / folder_name(options), wanted, command))
+
+
+def folder_name(options: argparse.Namespace) -> str:
+    """Folder of the report in the run's: another one for every kind of content, so that reports stay side by side."""
+    parts = ["analysis"]
+    if options.checkpoint != "best":
+        parts.append(options.checkpoint)
+    if options.masks is not None:
+        parts += dict.fromkeys(["masks", options.masks.resolve().name])
+    if options.cost or options.methods:
+        parts.append("cost" if options.cost else "methods")
+    if options.compare is not None:  # by what its path has and the run's has not: all runs of a sweep are called seed0
+        own, other = options.run.resolve(), options.compare.resolve()
+        parts += ["with", *other.relative_to(os.path.commonpath([own, other.parent])).parts]
+    return "-".join(parts)
 
 
 def _parser() -> OptionParser:
     parser = OptionParser("analyze.py", description=__doc__)
     parser.add_argument("run", type=Path, help="folder of the run")
-    parser.add_argument("--output", type=Path, help="folder of the report (RUN/analysis)")
+    parser.add_argument("--output", type=Path, help="folder of the report (RUN/analysis...)")
     parser.add_argument("--checkpoint", default="best", help="best, latest or step-N (default: best)")
     parser.add_argument("--data-root", type=Path, help="folder of the data set's files (default: that of the run)")
     size = parser.add_mutually_exclusive_group()

@@ -12,6 +12,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from unifmoe_dist.engine.cli import run_main
 from unifmoe_dist.engine.options import OptionParser
@@ -85,33 +86,36 @@ def main(arguments: Sequence[str]) -> None:
     except OSError as error:
         raise UserError(f"--output {options.output} cannot be used ({error}); choose another folder.") from error
     rate = benchmark.matmul_rate(device, dtype)
-    sections, record = [where], {"where": where, "machine": platform.machine(), "matmul_flop_per_s": rate}
+    suffix = "" if options.dtype is None else f"-{kind}"  # so that another number format replaces no results
+    printed = [where]
 
-    def save() -> None:
-        write_text(options.output / "benchmark.md", "\n\n".join(sections) + "\n")
-        write_text(options.output / "benchmark.json", json.dumps(record, indent=1))
+    def save(stem: str, key: str, found: Any, tables: list[str]) -> None:
+        """Layers, models and sweeps have files of their own: timing one of them leaves the others as they are."""
+        record = {"where": where, "machine": platform.machine(), "matmul_flop_per_s": rate, key: found}
+        write_text(options.output / f"{stem}{suffix}.md", "\n\n".join([where, *tables]) + "\n")
+        write_text(options.output / f"{stem}{suffix}.json", json.dumps(record, indent=1))
 
-    layers = []
+    layers: list[benchmark.Result] = []
     for name in chosen:
         shape = benchmark.PAPER[name]
         shape = replace(shape, tokens=options.tokens or (shape.tokens if on_gpu else benchmark.CPU_TOKENS[name]))
         with tqdm(desc=name, unit="round") as bar:
             layers.append(benchmark.run_layer(shape, device, dtype, options.seconds or 30.0, bar.update, rate))
-        sections.append(benchmark.table(layers[-1]))
-        record["layers"] = [benchmark.as_record(result) for result in layers]
-        plots.plot(layers, where, options.output / "benchmark.png")
-        save()
+        tables = [benchmark.table(result) for result in layers]
+        plots.plot(layers, where, options.output / f"benchmark{suffix}.png")
+        save("benchmark", "layers", [benchmark.as_record(result) for result in layers], tables)
+        printed.append(tables[-1])
 
-    whole = []
+    whole: list[benchmark.Result] = []
     for name in models or []:
         model = benchmark.MODELS[name]
         batch = options.batch or (model.batch if on_gpu else model.cpu_batch)
         with tqdm(desc=name, unit="round") as bar:
             whole.append(benchmark.run_model(model, device, dtype, batch, options.seconds or 30.0, bar.update, rate))
-        sections.append(benchmark.table(whole[-1]))
-        record["models"] = [benchmark.as_record(result) for result in whole]
-        plots.plot(whole, where, options.output / "models.png")
-        save()
+        tables = [benchmark.table(result) for result in whole]
+        plots.plot(whole, where, options.output / f"models{suffix}.png")
+        save("models", "models", [benchmark.as_record(result) for result in whole], tables)
+        printed.append(tables[-1])
 
     swept: dict[str, list[benchmark.Result]] = {}
     for name, shapes in benchmark.sweeps(on_gpu).items() if options.sweep else ():
@@ -119,12 +123,13 @@ def main(arguments: Sequence[str]) -> None:
         for shape in tqdm(shapes, desc=f"sweep of {name}"):
             seconds = options.seconds or 5.0
             swept[name].append(benchmark.run_layer(shape, device, dtype, seconds, lambda: None, rate, brief=True))
-        sections.append(benchmark.sweep_table(name, swept[name]))
-        record["sweeps"] = {key: [benchmark.as_record(r) for r in results] for key, results in swept.items()}
-        plots.plot_sweeps(swept, where, options.output / "sweep.png")
-        save()
+        tables = [benchmark.sweep_table(key, results) for key, results in swept.items()]
+        plots.plot_sweeps(swept, where, options.output / f"sweep{suffix}.png")
+        found = {key: [benchmark.as_record(r) for r in results] for key, results in swept.items()}
+        save("sweep", "sweeps", found, tables)
+        printed.append(tables[-1])
 
-    print("\n" + "\n\n".join(sections) + "\n")
+    print("\n" + "\n\n".join(printed) + "\n")
     print(f"table, JSON and plots: {options.output}")
 
 

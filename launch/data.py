@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from unifmoe_dist.data.benchmarks import BENCHMARKS, Benchmark
+from unifmoe_dist.data.image_folders import DATA
 from unifmoe_dist.engine.cli import run_main
 from unifmoe_dist.engine.options import OptionParser
 from unifmoe_dist.errors import UserError
@@ -32,8 +34,9 @@ def parser() -> OptionParser:
     for command in (prepare, verify):
         command.add_argument("dataset", choices=sorted(BENCHMARKS))
         command.add_argument(
-            "--root", type=Path, help="folder that holds the data set's folder (default: data/DATASET)"
-        )
+            "--root", type=Path, help="folder that holds the data set's folder (default: data/DATASET; training and "
+            "`verify` look in data too)",
+        )  # fmt: skip
         command.add_argument("--quiet", action="store_true", help="show no progress")
     prepare.add_argument(
         "--archive", type=Path, nargs="+", help="the official archive, or all of them", default=[]
@@ -47,11 +50,11 @@ def parser() -> OptionParser:
 def main(arguments: Sequence[str]) -> None:
     options = parser().parse_args(arguments)
     benchmark = BENCHMARKS[options.dataset]
-    root = options.root or Path("data") / benchmark.name
     if options.command == "prepare":
+        root = options.root or DATA / benchmark.name
         _prepare(benchmark, options.archive, root, not options.quiet)
     else:
-        _verify(benchmark, root, options.workers, not options.quiet)
+        _verify(benchmark, options.root, options.workers, not options.quiet)
 
 
 def _prepare(benchmark: Benchmark, archives: list[Path], root: Path, progress: bool) -> None:
@@ -62,12 +65,16 @@ def _prepare(benchmark: Benchmark, archives: list[Path], root: Path, progress: b
         if benchmark.duplicates is not None:
             fetch_duplicates(benchmark.duplicates, root / "archives", progress)
     folder = prepare(benchmark, archives, root, progress)
+    found = DATA.resolve() in (root.resolve(), root.resolve().parent)  # then no root need be named
+    words = ["--config", f"configs/domainbed/{benchmark.name}.yaml", *([] if found else ["--data.root", str(root)])]
+    held_out = benchmark.environments[-1].name
     print(
-        f"{folder} is ready; train with --data.task {benchmark.name} --data.root {root} --data.held_out NAME"
+        f"{folder} is ready; train with: deepspeed launch/train.py {shlex.join(words)} "
+        f"--data.held_out {shlex.quote(held_out)}"
     )
 
 
-def _verify(benchmark: Benchmark, root: Path, workers: int, progress: bool) -> None:
+def _verify(benchmark: Benchmark, root: Path | None, workers: int, progress: bool) -> None:
     from unifmoe_dist.data.verify import verify
 
     if workers < 0:

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+SETUP = "run `make setup` and `source .venv/bin/activate`."
+
 try:
     from unifmoe_dist.engine.cli import run_main
-    from unifmoe_dist.engine.doctor import examine
     from unifmoe_dist.engine.options import OptionParser
 except ImportError as error:
-    sys.exit(f"error: {error}; run `make setup` and `source .venv/bin/activate`.")
+    sys.exit(f"error: {error}; {SETUP}")
 
 SIGNS = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}
 
@@ -24,6 +25,10 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder of data sets (default: data)")
     parser.add_argument("--json", action="store_true", help="print the findings as one JSON list")
     options = parser.parse_args(arguments)
+    try:
+        from unifmoe_dist.engine.doctor import examine
+    except ImportError as error:
+        sys.exit(f"error: {error}; {SETUP}")
     findings = []
     for finding in examine(options.data):
         findings.append(finding)

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from unifmoe_dist.engine.cli import load_train_config, run_main
 from unifmoe_dist.engine.options import OptionParser
-from unifmoe_dist.engine.ranks import running_ranks, seed_everything
 from unifmoe_dist.errors import UserError
 
 
@@ -26,8 +26,10 @@ def main(arguments: Sequence[str]) -> None:
         raise UserError(f"{options.run} is not a folder; give the folder that a training run wrote.")
     config = load_train_config(str(options.run / "config.yaml"))
     from unifmoe_dist.engine import checkpoint, heartbeat
+    from unifmoe_dist.engine.closing import result_sentence
     from unifmoe_dist.engine.evaluate import evaluate
     from unifmoe_dist.engine.own_model import own_model, own_task
+    from unifmoe_dist.engine.ranks import running_ranks, seed_everything
     from unifmoe_dist.engine.trainer import summarise
 
     saved = checkpoint.latest(options.run, options.checkpoint)
@@ -42,8 +44,10 @@ def main(arguments: Sequence[str]) -> None:
         score = evaluate(model, task, datasets, config.data.eval_batch_size, ranks, config.data.workers)
         if ranks.rank == 0:
             result = summarise(config, score)
+            sentence = result_sentence(result, options.split)
             result["accuracy"] = result.pop("test_accuracy")
-            print(json.dumps({"checkpoint": str(saved), "split": options.split, **result}, indent=1))
+            print(json.dumps({"checkpoint": str(saved), "split": options.split, **result}, indent=1), flush=True)
+            print(sentence, file=sys.stderr)  # after the numbers, which programs read from standard output
 
 
 if __name__ == "__main__":

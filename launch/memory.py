@@ -28,15 +28,14 @@ def main(arguments: Sequence[str]) -> None:
             raise UserError(f"--{name} must be at least 1, not {value}.")
     if options.ranks is not None and not words:
         raise UserError("--ranks is for a configuration that is given; the settings without one have their own.")
+    given = [("as given", parse_train_config(words), options.ranks or 1)] if words else []
     from unifmoe_dist.analysis.memory.cases import cases
     from unifmoe_dist.analysis.memory.measure import check
 
     print("| setting | ranks | estimated (MiB) | measured (MiB) | ratio |")
     print("| --- | ---: | ---: | ---: | ---: |", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        chosen = [("as given", parse_train_config(words), options.ranks or 1)] if words else [
-            (case.name, case.config(), case.ranks) for case in cases(Path(folder))
-        ]  # fmt: skip
+        chosen = given or [(case.name, case.config(), case.ranks) for case in cases(Path(folder))]
         for name, config, ranks in chosen:
             config.validate(ranks)
             found = check(config, ranks, options.threads)

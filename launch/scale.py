@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args, get_type_hints
 
-from unifmoe_dist.config import ParallelConfig
-from unifmoe_dist.dispatch import DISPATCHERS
+from unifmoe_dist.config import ModelConfig, ParallelConfig
 from unifmoe_dist.engine.cli import run_main
 from unifmoe_dist.engine.options import OptionParser
 from unifmoe_dist.errors import UserError
@@ -35,7 +34,8 @@ def parser() -> OptionParser:
         ("--batch", [32], "images of 5 tokens per rank and step (32)"),
     ):
         sweep.add_argument(name, type=int, nargs="+", metavar="N", default=default, help=text)
-    sweep.add_argument("--dispatcher", nargs="+", choices=DISPATCHERS, default=["auto"], help="dispatchers (auto)")
+    dispatchers = get_args(get_type_hints(ModelConfig)["dispatcher"])
+    sweep.add_argument("--dispatcher", nargs="+", choices=dispatchers, default=["auto"], help="dispatchers (auto)")
     stages = get_args(get_type_hints(ParallelConfig)["zero_stage"])
     sweep.add_argument("--zero", type=int, nargs="+", choices=stages, default=[1], help="ZeRO stages (1)")
     sweep.add_argument("--output", type=Path, default=Path("runs/scale"), help="folder of the study (runs/scale)")

@@ -8,8 +8,8 @@
     python launch/sweep.py --config configs/digits.yaml --methods dense unif --held-out rot0 rot75 --set steps=200
     python launch/report.py runs/sweeps                                  the tables, from whatever has finished
 
-The same command again skips what has finished, resumes what is half done and retries what failed. Two sweeps on one
-folder share the work.
+Data, tokenizers and weights are looked at once before any run starts. The same command again skips what has finished,
+resumes what is half done and retries what failed. Two sweeps on one folder share the work.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from unifmoe_dist import shipped
 from unifmoe_dist.baselines.tables import BENCHMARKS, SEEDS, TABLES
@@ -27,7 +28,9 @@ from unifmoe_dist.engine.cli import parse_train_config, run_main
 from unifmoe_dist.engine.options import OptionParser
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.sweep.plan import Run, Selection, expand
-from unifmoe_dist.sweep.run_folder import State, state_of
+
+if TYPE_CHECKING:
+    from unifmoe_dist.sweep.run_folder import State
 
 
 def parser() -> OptionParser:
@@ -56,12 +59,17 @@ def parser() -> OptionParser:
 def main(arguments: Sequence[str]) -> None:
     options = parser().parse_args(arguments)
     runs = expand(selection(options), options.output, shipped.folder("configs"))
+    from unifmoe_dist.sweep.run_folder import State, state_of
+
     if options.dry_run:
         print(describe(runs, [state_of(run) for run in runs], options.discard_checkpoints))
         return
+    from unifmoe_dist.sweep.inputs import check_inputs
     from unifmoe_dist.sweep.pool import run_all
 
-    outcome = run_all(runs, places(options), discard_checkpoints=options.discard_checkpoints)
+    chosen = places(options)
+    check_inputs([run for run in runs if state_of(run) is not State.FINISHED])
+    outcome = run_all(runs, chosen, discard_checkpoints=options.discard_checkpoints)
     print(
         f"{len(outcome.skipped) + len(outcome.finished)} of {len(runs)} runs are finished, {len(outcome.finished)} of "
         f"them now; {len(outcome.failures)} failed, {len(outcome.elsewhere)} are another sweep's, {len(outcome.left)} "
@@ -71,6 +79,8 @@ def main(arguments: Sequence[str]) -> None:
         print("\nfailed, and tried again by the same command:")
         for failure in outcome.failures:
             print(f"  {failure.run.name}\n    {failure.reason}\n    {failure.log}")
+    if outcome.alike:
+        print(f"\nNo more runs were started: the first {len(outcome.failures)} all failed alike: {outcome.alike}")
     if outcome.stopped:
         sys.exit(130)
     if outcome.failures:
@@ -126,6 +136,7 @@ def places(options: argparse.Namespace) -> list[dict[str, str]]:
 def describe(runs: Sequence[Run], states: Sequence[State], discard_checkpoints: bool) -> str:
     """The run list, and the hours and disk it needs."""
     from unifmoe_dist.sweep.estimate import estimate
+    from unifmoe_dist.sweep.run_folder import State
 
     lines = [f"{state.value:10s} {run.name}  ->  {run.folder}" for run, state in zip(runs, states, strict=True)]
     counts = Counter(states)

@@ -3,25 +3,28 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from unifmoe_dist.analysis.memory.command import plan, plan_options
 from unifmoe_dist.engine import heartbeat
 from unifmoe_dist.engine.cli import parse_train_config, run_main
+from unifmoe_dist.engine.estimate_options import plan_options
 from unifmoe_dist.engine.options import program
-from unifmoe_dist.engine.ranks import running_ranks, world_size_from_environment
 
 
 def main(arguments: Sequence[str]) -> None:
     planning, words = plan_options(arguments)
     config = parse_train_config(words, prog=program("train.py"))
     if planning.estimate:
+        from unifmoe_dist.analysis.memory.command import plan
+
         plan(config, planning)
         return
+    from unifmoe_dist.engine.ranks import running_ranks, world_size_from_environment
+
     world_size = world_size_from_environment()
     config.validate(world_size)
+    from unifmoe_dist.engine.closing import closing_words
     from unifmoe_dist.engine.restart import check_shared, only_writer
     from unifmoe_dist.engine.trainer import Trainer, choose_folder
 
@@ -39,9 +42,7 @@ def main(arguments: Sequence[str]) -> None:
                 choose_folder(config)  # again: the other job may have gone further
             summary = Trainer(config, ranks, folder).fit()
         if summary is not None and ranks.rank == 0:
-            short = json.loads(json.dumps(summary), parse_float=lambda number: float(f"{float(number):.6g}"))
-            print(json.dumps(short, indent=1))  # summary.json has every digit
-            print(f"run folder: {folder}")
+            print(closing_words(summary, folder))
 
 
 if __name__ == "__main__":

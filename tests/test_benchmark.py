@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.analysis import benchmark
+from unifmoe_dist.analysis.benchmark import layers as layers_module
 from unifmoe_dist.analysis.benchmark import plots
 from unifmoe_dist.analysis.benchmark.layers import dense_ffn
 from unifmoe_dist.analysis.benchmark.peers import PEERS, reason
@@ -260,6 +261,36 @@ def test_whole_models(build, inputs, layers, tmp_path):
     text = benchmark.table(result)
     assert "training step / floor" in text and text.count("\n| UniF-MoE |") == 1
     assert plots.plot([result], "here", tmp_path / "models.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_rows_in_bf16_are_there_or_said_to_be_left_out(fast, monkeypatch):
+    monkeypatch.setattr(layers_module, "has_fast_bf16", lambda: fast)
+    result = benchmark.run_layer(replace(SMALL, tokens=8), CPU, torch.float32, 0.0, lambda: None, 1e9, brief=True)
+    names = ("dense FFN in bf16", "UniF-MoE in bf16")
+    assert [t.contender for t in result.timings if "bf16" in t.contender] == [*names] * fast
+    left_out = {name: why for name, why in result.skipped.items() if "bf16" in name}
+    why = "this CPU has no bf16 instructions (avx512_bf16 or amx_bf16)"
+    assert left_out == ({} if fast else dict.fromkeys(names, why))
+    text = benchmark.table(result)
+    assert all(name in text for name in names) and ("no bf16 instructions" in text) != fast
+
+
+def test_one_kind_of_benchmark_leaves_the_results_of_others(command, tmp_path, monkeypatch):
+    """In-process, with timings that take no time: files of layers, whole models and number formats stay apart."""
+    timed = [benchmark.run_layer(replace(SMALL, tokens=8), CPU, torch.float32, 0.0, lambda: None, 1e9, brief=True)]
+    monkeypatch.setattr(benchmark, "run_layer", lambda *args, **more: timed[0])
+    monkeypatch.setattr(benchmark, "run_model", lambda *args, **more: timed[0])
+    monkeypatch.setattr(benchmark, "matmul_rate", lambda *args: 1e9)
+    monkeypatch.setattr(plots, "plot", lambda results, where, path: path.write_text("picture"))
+    kept = {}
+    for words in (["--shapes", "vision"], ["--models", "deit-s"], ["--shapes", "vision", "--dtype", "bf16"]):
+        command.main([*words, "--output", str(tmp_path)])
+        assert all((tmp_path / name).stat().st_mtime_ns == time for name, time in kept.items())
+        kept = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    stems = ("benchmark", "models", "benchmark-bf16")
+    assert kept.keys() == {f"{stem}.{suffix}" for stem in stems for suffix in ("md", "json", "png")}
+    assert json.loads((tmp_path / "models.json").read_text()).keys() >= {"where", "models"}
 
 
 def test_sweeps(tmp_path):

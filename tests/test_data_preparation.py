@@ -8,6 +8,7 @@ import importlib.util
 import io
 import json
 import random
+import shlex
 import tarfile
 import threading
 import zipfile
@@ -23,9 +24,12 @@ from unifmoe_dist.data.domainbed import domainbed_task
 from unifmoe_dist.data.download import download
 from unifmoe_dist.data.prepare import fetch_archives, fetch_duplicates, prepare
 from unifmoe_dist.data.verify import verify
+from unifmoe_dist.engine.build import build_task
+from unifmoe_dist.engine.cli import parse_train_config
 from unifmoe_dist.errors import UserError
 
-_spec = importlib.util.spec_from_file_location("launch_data", Path(__file__).parent.parent / "launch/data.py")
+ROOT = Path(__file__).parent.parent
+_spec = importlib.util.spec_from_file_location("launch_data", ROOT / "launch/data.py")
 command = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(command)
 pytestmark = pytest.mark.filterwarnings("ignore:.*results cannot be compared")
@@ -222,10 +226,32 @@ def test_the_command_prepares_what_training_reads(tmp_path, capsys):
     source = make_benchmark(tmp_path / "source", "pacs", per_class=1, size=4)
     archive = pack(source, tmp_path / "PACS.zip", "kfold")
     command.main(["prepare", "pacs", "--archive", str(archive), "--root", str(tmp_path / "data"), "--quiet"])
-    assert "--data.task pacs" in capsys.readouterr().out
+    root = shlex.quote(str(tmp_path / "data"))
+    assert f"configs/domainbed/pacs.yaml --data.root {root} --data.held_out Sketch" in capsys.readouterr().out
     assert domainbed_task("pacs", "Art", tmp_path / "data").num_classes == 7
     with pytest.raises(UserError, match="drive.google.com.* as PACS.zip and give it with --archive"):
         command.main(["prepare", "pacs", "--root", str(tmp_path / "other")])
+
+
+@pytest.mark.parametrize("root", ["data", None])
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_training_finds_what_was_prepared_without_a_root(name, root, tmp_path, monkeypatch, capsys):
+    """The sequence of docs/reproduce.md, in the folder where both commands are run, and without any --root."""
+    monkeypatch.chdir(tmp_path)
+    archive = pack(make_benchmark(tmp_path / "source", name, per_class=1, size=4), Path("A.zip"), "inside")
+    held_out = BENCHMARKS[name].environments[-1].name
+    config = parse_train_config(["--config", str(ROOT / f"configs/domainbed/{name}.yaml"), "--data.held_out", held_out])
+    with pytest.raises(UserError, match=f"was not found: none of data/{name}, .* and data/.* holds .* --root data`"):
+        build_task(config)
+    where = [] if root is None else ["--root", root]
+    command.main(["prepare", name, "--archive", str(archive), *where, "--quiet"])
+    assert "--data.root" not in capsys.readouterr().out
+    task = build_task(config)
+    assert len(task.train) == len(BENCHMARKS[name].environments) - 1 and len(task.test[0]) > 0
+    for options in ([], ["--root", "data"] if root else ["--root", f"data/{name}"]):
+        with pytest.raises(SystemExit):  # four images in place of thousands
+            command.main(["verify", name, "--workers", "0", "--quiet", *options])
+        assert "DIFFERS" not in capsys.readouterr().out
 
 
 # -- downloading --------------------------------------------------------------------------------------------------

@@ -512,6 +512,8 @@ def whole(pacs, tmp_path_factory) -> Path:
     ]
     job = run_job(folder, 1, words, timeout=120)
     assert job.statuses == [0], job.output
+    assert "UniF-MoE on pacs (Sketch held out): test accuracy " in job.output  # its end is for people
+    assert f"python launch/analyze.py {folder / 'run'}" in job.output and '"score"' not in job.output
     return folder / "run"
 
 

@@ -344,6 +344,15 @@ def test_half_precision(dtype, tol):
     assert (x.grad.double() - want_x).abs().max() < tol * want_x.abs().max()
 
 
+@pytest.mark.parametrize("call", [UniFMoELayer.forward, UniFMoELayer.route])
+@pytest.mark.parametrize(
+    "x", [torch.ones(3, 32).long(), torch.ones(3, 32).bool(), torch.ones(3, 32) * 1j, [[1.0] * 32]]
+)
+def test_what_is_no_floating_point_tensor_is_one_sentence(call, x):
+    with pytest.raises(UserError, match=r"input is a .*, but the layer takes tokens as a floating-point tensor"):
+        call(make_layer(d=32, hidden=64, blocks=8), x)
+
+
 def test_autocast_keeps_the_routing_and_the_dtype():
     layer = make_layer()
     x = torch.randn(8, 16)

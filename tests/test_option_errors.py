@@ -11,7 +11,8 @@ import pytest
 from jobs import ROOT
 
 from unifmoe_dist.engine import failure
-from unifmoe_dist.engine.cli import parse_train_config
+from unifmoe_dist.engine.cli import load_train_config, parse_train_config, train_parser
+from unifmoe_dist.engine.option_list import options
 from unifmoe_dist.engine.options import OptionParser
 from unifmoe_dist.errors import UserError
 
@@ -30,6 +31,7 @@ from unifmoe_dist.errors import UserError
         ("--model.layers 2,4", "--model.layers must be a list such as [2,4], not 2,4."),
         ("--parallel.precision fp8", "--parallel.precision must be fp32, bf16 or fp16, not fp8."),
         ("--parallel.expert_parallel_size x", "--parallel.expert_parallel_size must be a whole number or auto, not x."),
+        ("--model 3", "--model holds options, which are given one by one, such as --model.backbone."),
         ("--config nowhere.yaml", "--config: there is no file"),
         ("--parallel.zero_stage 3", "parallel.zero_stage 3 gathers a module's weights"),
         ("--parallel.zero_stage 4", "--parallel.zero_stage must be 0, 1 or 2, not 4."),
@@ -131,6 +133,57 @@ def test_what_a_script_would_ignore(script, words, sentence, monkeypatch):
     with pytest.raises(UserError) as caught:
         importlib.import_module(script).main(words.split())
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        ("step: 3", "line 1: there is no option step; did you mean steps?"),
+        ("# mine\nmodel:\n  num_expert: 3", "line 3: there is no option model.num_expert; did you mean model.num"),
+        ("num_experts: 4", "line 1: there is no option num_experts; did you mean model.num_experts?"),
+        ("algorithm: {lfme: {weight: 1}}", "line 1: there is no option algorithm.lfme.weight; did you mean algorithm"),
+        ("qqqq: 1", "line 1: there is no option qqqq; see --help for all."),
+        ("", "is empty; write options such as `steps: 200` into it"), ("# nothing yet\n", "is empty; write options"),
+        ("hello", "holds no options; write them as lines"), ("- steps", "holds no options; write them as lines"),
+        ("seed: 1\nsteps: many", "line 2: steps must be a whole number, not many."),
+        ("data:\n  task: digit", "line 2: data.task must be digits, acceptability, pacs"),
+        ("steps: null", "line 1: steps must have a value, not null; leave it out for the default."),
+        ("seed: 1\nsteps:", "line 2: steps must have a value, not empty; leave it out for the default."),
+        ("model: 3", "line 1: model is 3, but must hold options, such as model.backbone."),
+        ("steps: 3\nseed: 1\nsteps: 4", "line 3: steps is given twice, first in line 1; keep one of them."),
+        ("model.top_k: 1\nmodel:\n  top_k: 2", "line 3: model.top_k is given twice, first in line 1"),
+        ("steps: [1", "this is no YAML: while parsing a flow sequence expected"),
+        ("model:\n\ttop_k: 2", "line 2: this is no YAML: while scanning"),
+    ],
+)
+def test_a_mistake_in_a_file_names_file_line_and_nearest_option(text, sentence, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    for read in (
+        lambda: parse_train_config(["--steps", "3", "--config", str(path)]),
+        lambda: parse_train_config([f"--config={path}", "--steps", "3"]),
+        lambda: load_train_config(str(path)),
+    ):
+        with pytest.raises(UserError) as caught:
+            read()
+        assert str(caught.value).startswith(str(path)) and sentence in str(caught.value)
+
+
+def test_files_that_are_right_are_read_as_before(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("model: {top_k: 3}\noptim: {lr: 0.1}\nmodel.num_blocks: 4\nepochs: null\n")
+    config = parse_train_config(["--config", str(path), "--model.num_experts", "5"])
+    assert (config.model.top_k, config.model.num_blocks, config.model.num_experts) == (3, 4, 5)
+    assert (config.optim.lr, config.epochs) == (0.1, None)
+
+
+def test_every_option_is_listed_with_its_default_and_explanation():
+    listed = {option.name: option for option in options()}
+    assert set(listed) == set(train_parser().get_defaults().keys()) - {"config"}
+    for name, option in listed.items():
+        assert option.text.endswith(".") and option.values, name
+    assert listed["steps"].values == "a whole number" and listed["epochs"].may_be_null
+    assert (listed["optim.betas"].values, listed["model.layers"].values) == ("2 numbers", "a list of whole numbers")
 
 
 def test_claims_of_ended_launchers_are_removed(tmp_path, monkeypatch):

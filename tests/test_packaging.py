@@ -137,3 +137,16 @@ def test_configurations_are_found_from_anywhere(tmp_path, monkeypatch):
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs/digits.yaml").write_text("steps: 3\n")
     assert shipped.config("configs/digits.yaml") == "configs/digits.yaml"  # one's own comes first
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_git_ignores_what_the_documented_commands_write_and_nothing_of_the_code(tmp_path):
+    """In a repository of its own: an image of the project may have no .git."""
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    shutil.copy(ROOT / ".gitignore", tmp_path)
+    written = ["data/PACS/art_painting/dog/1.jpg", "data/archives/PACS.zip", "runs/mine/config.yaml",
+               "models/bert-large-cased/model.safetensors", "build/site/index.html", ".venv/bin/python"]  # fmt: skip
+    code = [str(path.relative_to(ROOT)) for path in (ROOT / "unifmoe_dist").rglob("*.py")]
+    words = ["git", "-C", str(tmp_path), "check-ignore", *written, *code]
+    ignored = subprocess.run(words, capture_output=True, text=True).stdout.split()
+    assert ignored == written

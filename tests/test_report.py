@@ -5,13 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
 
 import pytest
 
+from unifmoe_dist.analysis import report_plots
 from unifmoe_dist.analysis.report import write_report
-from unifmoe_dist.analysis.report_tables import as_csv, build_tables, latex, markdown
+from unifmoe_dist.analysis.report_tables import Entry, as_csv, build_tables, latex, markdown
 from unifmoe_dist.analysis.results import (
     Result,
     average,
@@ -90,6 +92,25 @@ def test_averages_over_data_sets_need_every_one():
     assert (both.mean, both.deviation, both.done) == (pytest.approx(77.0), pytest.approx(2.0), 24)
     assert average([*cells, cell(results, "domainnet", "unif")]).mean is None
     assert average([]).mean is None
+
+
+def test_what_was_not_planned_is_not_a_fraction_of_runs(tmp_path):
+    """A sweep of one data set has no mean over five: neither "– (12/12)" nor "missing: 0/0" says so."""
+    results = every("unif", "pacs", lambda e, s: 80.0) + every("dense", "pacs", lambda e, s: 79.0)
+    table = next(table for table in build_tables(results) if table.name == "domainbed")
+    lines = {line.split(" | ")[0]: line for line in markdown(table).splitlines()}
+    assert "(12/12)" not in markdown(table) and "(0/0)" not in markdown(table)
+    assert lines["| UniF-MoE"].startswith("| UniF-MoE | **80.0 ± 0.0** |  |  |  |  |  |")
+    assert "No runs of VLCS, OfficeHome, TerraInc., DomainNet were planned, so that there is no mean" in markdown(table)
+    assert "scriptsize" not in latex(table)
+    assert report_plots._why_empty(Entry(None)) == "not planned"
+    assert report_plots._why_empty(Entry(None, done=1, wanted=4)) == "1 of 4 runs finished"
+    glue = every("top1", "cola", lambda e, s: 60.0, lr=1e-5) + every("top2", "cola", lambda e, s: 64.0, lr=1e-5)
+    table = next(table for table in build_tables(glue) if table.name == "glue")
+    assert "/" not in markdown(table).split("Mean ±")[0].replace("C_B / B", "")
+    unfinished = [*results[:-1], replace(results[-1], score=None)]
+    table = next(table for table in build_tables(unfinished) if table.name == "domainbed")
+    assert "– (11/12)" in markdown(table)  # of a data set that was planned
 
 
 def test_rows_over_the_standard_methods_as_in_the_paper():

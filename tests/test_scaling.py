@@ -236,6 +236,30 @@ def test_held_out_points_are_the_largest_experts_and_every_fourth():
     assert len(fitted) == 5 and not set(map(id, fitted)) & set(map(id, held))
 
 
+@pytest.mark.parametrize("ranks, batches", [((1,), (8,)), ((1, 2), (8,)), ((1, 2, 4), (8, 16))])
+def test_too_few_points_say_how_many_are_enough(ranks, batches):
+    """One fewer than the number in the message is refused, as many as it says are enough, whatever was measured."""
+    made = measured(CostModel(TRUE), workloads(1)[0])
+    layouts = [Layout(k, n, 1, b, "local", 1) for k in range(2, 12) for n in ranks for b in batches]
+    points = [scaling.Point(layout, made) for layout in layouts]
+    first = points[: 2 * len(ranks) * len(batches)]
+    with pytest.raises(UserError, match="measure .* in all") as error:
+        cost_model.check(first, Study())
+    enough = int(re.search(r"measure (\d+) in all", str(error.value))[1])
+    largest = [p for p in points if p.layout.experts == 11]  # the sweep that the message asks for, with a larger K
+    others = [p for p in points if p.layout.experts < 11][: enough - len(largest)]
+    assert len(cost_model.hold_out([*others, *largest])[0]) >= 6
+    with pytest.raises(UserError, match=f"measure {enough} in all"):
+        cost_model.check([*others[:-1], *largest], Study())
+
+
+def test_predictions_say_what_their_last_column_is():
+    prediction = cost_model.Prediction(4, 2, dict.fromkeys(cost_model.PARTS_OF_TERM, 0.001), 1000.0, 1.07)
+    text = cost_model.format_predictions([prediction], Cluster(2, 4, 100.0, 100.0, 0.0, 0.0), "H100")
+    assert "single ranks" not in text and "| 1.07 |" in text
+    assert "tokens/s over those of 8 ranks that each hold all K experts and exchange nothing: above 1" in text
+
+
 def test_cluster_links_cost_what_they_should():
     w = replace(workloads(1)[0], ranks=8, expert_parallel=4, messages=30.0, bytes=3e6, dense_parameters=1e6,
                 expert_parameters=2e6)  # fmt: skip
@@ -319,7 +343,7 @@ def test_sweep_measures_plots_and_continues(tmp_path):
     first = run_scale(*options)
     assert first.returncode == 0, first.stderr
     assert "no cost model: a cost model needs at least 6 points" in first.stdout
-    assert re.search(r"but there are \d+ measured, \d+ of them held out;", first.stdout)
+    assert "but of 2 that were measured 1 are held out to check it; measure 8 in all:" in first.stdout
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
     with (tmp_path / "scaling.csv").open() as handle:
         rows = list(csv.DictReader(handle))

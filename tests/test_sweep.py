@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from ranks import _context
+from tiny_images import make_benchmark
 
 from unifmoe_dist.baselines.methods import METHODS, VARIANTS, find_method, in_order, with_options
 from unifmoe_dist.baselines.tables import TABLES
@@ -265,6 +266,55 @@ def test_a_failed_run_is_listed_and_tried_again(tmp_path, capsys):
     assert "2 of 2 runs are finished, 1 of them now; 0 failed" in capsys.readouterr().out
     assert not (run.folder / "checkpoints").exists()  # discarded
     assert state_of(run) is State.FINISHED
+
+
+@pytest.mark.parametrize(
+    "words,said",
+    [
+        (["--table", "domainbed"], ["5 data sets cannot be used", "PACS: PACS was not found", "DomainNet: DomainNet"]),
+        (["--table", "glue", "--tasks", "rte", "--set", "data.root=nowhere"], ["data.root nowhere is not a folder"]),
+        (["--table", "domainbed", "--tasks", "pacs", "--set", "model.pretrained=absent.safetensors"],
+         ["model.pretrained", "absent.safetensors"]),
+    ],
+)  # fmt: skip
+def test_what_every_run_would_lack_is_said_once_before_any_starts(words, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if "pacs" in words:  # data that is there, and weights that are not
+        make_benchmark(tmp_path / "data", "pacs", per_class=1, size=4)
+    with pytest.raises(UserError, match="no run was started") as error:
+        sweep_command.main([*words, "--jobs", "1", "--output", "sweeps"])
+    assert all(part in str(error.value) for part in said), error.value
+    assert not (tmp_path / "sweeps").exists()
+
+
+def test_a_sweep_gives_up_when_its_first_runs_fail_alike(tmp_path):
+    """With another cause in one of them it goes on."""
+    reasons = ["disk full"] * 4 + ["out of memory"]
+    runs = plan(tmp_path, held_out=("rot0",), seeds=range(7))
+
+    class Pool:
+        """In place of processes: each run ends at once, with its status, as if it had printed its reason."""
+
+        def __init__(self, places, discard):
+            self.free, self.at_work = list(places), {}
+
+        def start(self, run):
+            self.at_work[run] = self.free.pop()
+            (run.folder / "log.txt").write_text(reasons[run.seed] if run.seed < len(reasons) else "disk full")
+
+        def ended(self, timeout):
+            ended = [(run, 1) for run in self.at_work]
+            self.free += self.at_work.values()
+            self.at_work.clear()
+            return ended
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "_Pool", Pool)
+        outcome = run_all(runs, [CPU], progress=False)
+        assert len(outcome.failures) == 7 and not outcome.alike
+        reasons[4] = "disk full"
+        outcome = run_all(runs, [CPU], progress=False)
+        assert len(outcome.failures) == 5 and outcome.alike == "disk full" and outcome.left == runs[5:]
 
 
 def wait_for(condition, seconds=60):

@@ -1,10 +1,41 @@
 """UniF-MoE: share first, route what remains. Expert-parallel training of token-adaptive mixtures of experts."""
 
-from unifmoe_dist import interrupts  # noqa: F401  first: it acts at once
-from unifmoe_dist.config import UniFMoEConfig
-from unifmoe_dist.layer import UniFMoELayer
-from unifmoe_dist.routing import Routing
-from unifmoe_dist.upcycling import diversity_loss, upcycle
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from unifmoe_dist import interrupts, saved_models  # noqa: F401  the first acts at once
+
+if TYPE_CHECKING:
+    from unifmoe_dist.config import UniFMoEConfig
+    from unifmoe_dist.layer import UniFMoELayer
+    from unifmoe_dist.routing import Routing
+    from unifmoe_dist.upcycling import diversity_loss, upcycle
 
 __version__ = "0.1.0"
 __all__ = ["Routing", "UniFMoEConfig", "UniFMoELayer", "diversity_loss", "upcycle"]
+
+_HOMES = {
+    "Routing": "routing", "UniFMoEConfig": "config", "UniFMoELayer": "layer", "diversity_loss": "upcycling",
+    "upcycle": "upcycling",
+}  # fmt: skip
+_MODULES = (
+    "config", "dispatch", "errors", "expert_layer", "experts", "kernels", "layer", "routing", "upcycling", "usage",
+)  # fmt: skip
+
+saved_models.watch()
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs PyTorch at its first use: names of `__all__`, and modules by `import unifmoe_dist` alone."""
+    import importlib
+
+    from unifmoe_dist.lazy import names_of
+
+    if name in _MODULES:
+        return importlib.import_module(f"unifmoe_dist.{name}")
+    return names_of(__name__, _HOMES)(name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

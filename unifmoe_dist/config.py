@@ -219,7 +219,8 @@ class DataConfig:
         task: digits is rotated handwritten digits with one rotation held out; acceptability is sentence judgement;
             the others are DomainBed's and GLUE's data sets. GLUE reports the best epoch on the validation split, as
             its test labels are not published.
-        root: Folder of the data set's official files; null takes data/TASK, or for GLUE the hub.
+        root: Folder of the data set's official files; null looks for DomainBed's in data/TASK and data/
+            and takes GLUE's from the hub.
         held_out: Environment that is held out for testing (digits and DomainBed), for example rot75.
         split_seed: Seed of the 80/20 in/out splits; null takes the run's seed.
         batch_size: Items per training environment and step, over all ranks together.

@@ -123,6 +123,9 @@ class ExpertLayer(nn.Module, Generic[Config]):
 
         Returns:
             Shape and dtype of x.
+
+        Raises:
+            UserError: x is no floating-point tensor or has another width; the mask has another shape.
         """
         self._check_shapes(x, token_mask)
         tokens = x.reshape(-1, x.shape[-1])
@@ -148,6 +151,12 @@ class ExpertLayer(nn.Module, Generic[Config]):
         return False
 
     def _check_shapes(self, x: Tensor, token_mask: Tensor | None) -> None:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            kind = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise UserError(
+                f"input is {kind}, but the layer takes tokens as a floating-point tensor, such as hidden states; "
+                "convert it with .float(), or pass it through the embedding first."
+            )
         if x.ndim == 0 or x.shape[-1] != self.config.model_dim:
             raise UserError(
                 f"input has shape {tuple(x.shape)}, but its last size must be model_dim {self.config.model_dim}."

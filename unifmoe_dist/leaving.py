@@ -9,8 +9,6 @@ import threading
 from contextlib import suppress
 from typing import NoReturn
 
-import torch.distributed as dist
-
 _joined = False
 
 
@@ -34,7 +32,8 @@ def leave(status: int = 0) -> NoReturn:
     torch.distributed refer to it. An interpreter that goes down around these threads aborts at random ("terminate
     called without an active exception"), after the work has succeeded.
     """
-    if dist.is_available() and dist.is_initialized():
+    dist = sys.modules.get("torch.distributed")  # commands that never were a rank end without importing it
+    if dist is not None and dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter's own end does
     atexit._run_exitfuncs()

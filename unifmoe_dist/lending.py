@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.spread import is_dtensor
 
 Result = TypeVar("Result")
 
@@ -61,7 +61,7 @@ class Lender(nn.Module):
         """Why the weights cannot be read here, as words that follow "its weights are"; None if they can."""
         name, dims = self.main
         weight = getattr(self, name)
-        if isinstance(weight, DTensor):
+        if is_dtensor(weight):
             return "spread over ranks (DTensor)"
         if weight.is_meta:
             return "not in memory (offloaded, or on the meta device)"

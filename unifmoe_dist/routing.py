@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.lending import Lender, Result
 from unifmoe_dist.routing_policies import RouterPolicies
+from unifmoe_dist.spread import is_dtensor
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ class Router(Lender):
         Raises:
             UserError: the weight is not here, or the last forward pass kept nothing for a gradient.
         """
-        weight = self.weight.full_tensor() if isinstance(self.weight, DTensor) else self.weight
-        if isinstance(self.weight, DTensor) or self.absence() is None:
+        weight = self.weight.full_tensor() if is_dtensor(self.weight) else self.weight
+        if is_dtensor(self.weight) or self.absence() is None:
             with torch.autocast(weight.device.type, enabled=False):
                 return torch.linalg.vector_norm(_gram_error(weight.float()))
         if self._kept is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from unifmoe_dist.eager import not_compiled
 from unifmoe_dist.routing import Routing
 
 
@@ -71,7 +72,7 @@ class Usage:
         self.totals: Tensor | None = None
         self.num_experts = 0
 
-    @torch.compiler.disable
+    @not_compiled
     @torch.no_grad()
     def update(self, routing: Routing) -> None:
         """Count the tokens of one routing decision; masked ones, which share no block, are left out."""
@@ -80,7 +81,7 @@ class Usage:
         by_products = routing.by_products
         self._add(self._sums(routing) if by_products is None else by_products.statistics, routing.gates.shape[1])
 
-    @torch.compiler.disable
+    @not_compiled
     @torch.no_grad()
     def update_gates(self, gates: Tensor, blocks_per_expert: float, num_blocks: int) -> None:
         """Count N tokens that use complete experts: those of their K whose gates (N, K) are not 0.

@@ -149,21 +149,19 @@ class CostModel:
     coefficients: dict[str, list[float]]
 
     @staticmethod
-    def fit(workloads: Sequence[Workload], results: Sequence[Measurement], held_out: int = 0) -> CostModel:
+    def fit(workloads: Sequence[Workload], results: Sequence[Measurement]) -> CostModel:
         """Fit to measured steps.
 
         Args:
             workloads: Those of the measured steps.
             results: The measured steps.
-            held_out: How many other points were measured and are held out to check the fit; for the message alone.
 
         Raises:
             UserError: too few points to determine the coefficients.
         """
         if len(workloads) < _LEAST_POINTS:
-            known = f"{len(workloads) + held_out} measured, {held_out} of them held out" if held_out else len(workloads)
             raise UserError(
-                f"a cost model needs at least {_LEAST_POINTS} points to fit, but there are {known}; "
+                f"a cost model needs at least {_LEAST_POINTS} points to fit, but there are {len(workloads)}; "
                 "sweep more values of --experts, --ranks or --batch."
             )
         steps = np.array([r.step for r in results])
@@ -210,11 +208,24 @@ def described(points: Sequence[Point]) -> list[Point]:
 
 def hold_out(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
     """Points to fit and points to check: the largest K at each rank count, and every fourth of the others."""
-    largest = {ranks: max(p.layout.experts for p in points if p.layout.ranks == ranks) for ranks in
-               {p.layout.ranks for p in points}}  # fmt: skip
-    others = [p for p in points if p.layout.experts < largest[p.layout.ranks]]
+    others = _below_largest(points)
     fitted = [p for i, p in enumerate(others) if i % 4 != 3]
     return fitted, [p for p in points if p not in fitted]
+
+
+def _below_largest(points: Sequence[Point]) -> list[Point]:
+    """The points whose K is not the largest of their rank count."""
+    ranks = {p.layout.ranks for p in points}
+    largest = {count: max(p.layout.experts for p in points if p.layout.ranks == count) for count in ranks}
+    return [p for p in points if p.layout.experts < largest[p.layout.ranks]]
+
+
+def _points_to_measure(points: Sequence[Point]) -> int:
+    """How many points, at the rank counts of these, leave enough to fit when `hold_out` has taken its share."""
+    others = _LEAST_POINTS
+    while others - others // 4 < _LEAST_POINTS:
+        others += 1
+    return others + len(points) - len(_below_largest(points))
 
 
 def check(points: Sequence[Point], study: Study) -> Check:
@@ -228,7 +239,13 @@ def check(points: Sequence[Point], study: Study) -> Check:
     if len(devices) > 1:
         raise UserError(f"the points come from several devices ({', '.join(devices)}); fit a sweep of one device.")
     fitted, held_out = hold_out(points)
-    model = CostModel.fit([workload_of(p, study) for p in fitted], [p.result for p in fitted], len(held_out))
+    if len(fitted) < _LEAST_POINTS:
+        raise UserError(
+            f"a cost model needs at least {_LEAST_POINTS} points to fit, but of {len(points)} that were measured "
+            f"{len(held_out)} are held out to check it; measure {_points_to_measure(points)} in all: the same command "
+            "with more values of --experts or --batch measures what is missing."
+        )
+    model = CostModel.fit([workload_of(p, study) for p in fitted], [p.result for p in fitted])
 
     def errors(chosen: list[Point]) -> list[float]:
         predicted = [sum(model.predict(workload_of(p, study)).values()) for p in chosen]
@@ -404,7 +421,7 @@ def format_predictions(predictions: Sequence[Prediction], cluster: Cluster, devi
         f"{cluster.nodes} nodes x {cluster.gpus_per_node} ranks, {cluster.node_gbps:g} Gbit/s inside a node, "
         f"{cluster.link_gbps:g} Gbit/s between nodes:\n",
         "| K | expert-parallel size | step (ms) | experts | dense | exchange | all-reduce | optimiser | tokens/s "
-        "| x as many single ranks |",
+        "| over ranks without exchange |",
         "|" + " ---: |" * 10,
     ]
     for p in predictions:
@@ -413,6 +430,10 @@ def format_predictions(predictions: Sequence[Prediction], cluster: Cluster, devi
             f"| {p.experts} | {p.expert_parallel} | {1e3 * sum(p.seconds.values()):.1f} | {parts} "
             f"| {p.tokens_per_second:,.0f} | {p.gain:.2f} |"
         )
+    lines.append(
+        f"\nThe last column is tokens/s over those of {cluster.ranks} ranks that each hold all K experts and exchange "
+        "nothing: above 1 sharding the experts pays, below 1 it costs."
+    )
     if device == "cpu":
         lines.append(
             "\nThe compute terms were fitted on CPU ranks and hold for such ranks only; "

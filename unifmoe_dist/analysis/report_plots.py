@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator  # noqa: E402
 
-from unifmoe_dist.analysis.report_tables import HERE, PAPER, Table, planned_methods, study_value  # noqa: E402
+from unifmoe_dist.analysis.report_tables import HERE, PAPER, Entry, Table, planned_methods, study_value  # noqa: E402
 from unifmoe_dist.analysis.results import Result, average, cell  # noqa: E402
 from unifmoe_dist.baselines.methods import METHODS, STUDIES, Family, find_method  # noqa: E402
 from unifmoe_dist.baselines.paper_numbers import ABLATION, STANDARD_AVERAGE, STANDARD_BEST  # noqa: E402
@@ -73,8 +73,8 @@ def _panels(table: Table) -> Any:
             if mine.mean is not None:
                 axis.errorbar(mine.mean, y, xerr=mine.deviation, fmt="o", color=colour, ms=5, capsize=3, lw=1.3)
             else:
-                axis.text(0.02, y, f"missing: {mine.done}/{mine.wanted}", transform=axis.get_yaxis_transform(),
-                          fontsize=7, color="grey", va="center")  # fmt: skip
+                axis.text(0.02, y, _why_empty(mine), transform=axis.get_yaxis_transform(), fontsize=7, color="grey",
+                          va="center")  # fmt: skip
             if row.method in paper and (theirs := paper[row.method].entries[number]).mean is not None:
                 axis.errorbar(theirs.mean, y - 0.28, xerr=theirs.deviation, fmt="D", color="grey", ms=4, mfc="white",
                               capsize=2, lw=1)  # fmt: skip
@@ -92,6 +92,10 @@ def _panels(table: Table) -> Any:
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     figure.suptitle(table.title, fontsize=11)
     return figure
+
+
+def _why_empty(entry: Entry) -> str:
+    return f"{entry.done} of {entry.wanted} runs finished" if entry.wanted else "not planned"
 
 
 # -- accuracy against computation -------------------------------------------------------------------------------------

@@ -141,6 +141,9 @@ def _scores(name: str, results: Sequence[Result], numbers: dict[str, dict[str, S
         notes.append("Lines marked paper repeat the paper's table; it gives no deviation of means over data sets.")
     else:
         notes.append("The paper shows this study as a figure, without numbers.")
+    planned = {r.task for r in results}
+    if left_out := [BENCHMARKS[task].title for task in tasks if task not in planned]:
+        notes.append(f"No runs of {', '.join(left_out)} were planned, so that there is no mean over data sets.")
     if tasks == GLUE:
         notes.append("The learning rate is chosen for each task and seed by validation.")
     columns = (*(BENCHMARKS[task].title for task in tasks), "Avg", *_COSTS)
@@ -161,7 +164,7 @@ def _over_standard(
     by_task = [combine(column) for column in zip(*cells, strict=True)]
     means = [c.mean for c in by_task]
     whole = None if None in means else sum(m for m in means if m is not None) / len(means)
-    total = Cell(whole, None, sum(c.done for c in by_task), sum(c.wanted for c in by_task))
+    total = runs.lacking(by_task) if whole is None else Cell(whole, None, 0, 0)
     row = _row(key, _LABELS[key], by_task, total, decimals)
     costs = (Entry(None),) * len(_COSTS)  # those of several methods together mean nothing
     return [replace(row, entries=(*row.entries[: -len(costs)], *costs)), *_paper_row(key, tasks, paper.GLUE, decimals)]

@@ -204,9 +204,9 @@ def cell(results: Sequence[Result], task: str, method: str, held_out: str | None
 
 def average(cells: Sequence[Cell]) -> Cell:
     """Mean over data sets, seed by seed; no value unless every entry has one, with as many seeds each."""
-    done, wanted = sum(c.done for c in cells), sum(c.wanted for c in cells)
     if not cells or any(c.mean is None for c in cells) or len({len(c.by_seed) for c in cells}) > 1:
-        return Cell(None, None, done, wanted)
+        return lacking(cells)
+    done, wanted = sum(c.done for c in cells), sum(c.wanted for c in cells)
     by_seed = [mean(scores) for scores in zip(*(c.by_seed for c in cells), strict=True)]
     return Cell(
         mean(by_seed), deviation(by_seed), done, wanted, mean([_number(c.block_compute) for c in cells]),
@@ -214,20 +214,29 @@ def average(cells: Sequence[Cell]) -> Cell:
     )  # fmt: skip
 
 
+def lacking(cells: Sequence[Cell]) -> Cell:
+    """What stands for several entries that do not all have a value: how many of their runs are there.
+
+    Where all that were planned are there, and it is the plan that leaves something out, no number of runs says so.
+    """
+    done, wanted = sum(c.done for c in cells), sum(c.wanted for c in cells)
+    whole = done == wanted or any(c.wanted == 0 for c in cells)
+    return Cell(None, None, 0, 0) if whole else Cell(None, None, done, wanted)
+
+
 def mean_over_methods(cells: Sequence[Cell]) -> Cell:
     """ "Standard MoE, average": mean and deviation of several methods' means, as in the paper's GLUE table."""
-    done, wanted = sum(c.done for c in cells), sum(c.wanted for c in cells)
     means = [c.mean for c in cells if c.mean is not None]
     if not cells or len(means) < len(cells):
-        return Cell(None, None, done, wanted)
+        return lacking(cells)
+    done, wanted = sum(c.done for c in cells), sum(c.wanted for c in cells)
     return Cell(mean(means), deviation(means), done, wanted)
 
 
 def best_of_methods(cells: Sequence[Cell]) -> Cell:
     """ "Standard MoE, best": the entry with the highest mean; it needs all of them."""
-    done, wanted = sum(c.done for c in cells), sum(c.wanted for c in cells)
     if not cells or any(c.mean is None for c in cells):
-        return Cell(None, None, done, wanted)
+        return lacking(cells)
     return max(cells, key=lambda c: _number(c.mean))
 
 

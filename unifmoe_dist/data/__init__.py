@@ -1,7 +1,17 @@
 """Tasks: where the data comes from and how it is cut."""
 
-from unifmoe_dist.data.acceptability import acceptability_task
-from unifmoe_dist.data.base import TaskData
-from unifmoe_dist.data.digits import digits_task, linear_baseline
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from unifmoe_dist.lazy import names_of
+
+if TYPE_CHECKING:
+    from unifmoe_dist.data.acceptability import acceptability_task
+    from unifmoe_dist.data.base import TaskData
+    from unifmoe_dist.data.digits import digits_task, linear_baseline
 
 __all__ = ["TaskData", "acceptability_task", "digits_task", "linear_baseline"]
+__getattr__ = names_of(__name__, {
+    "TaskData": "base", "acceptability_task": "acceptability", "digits_task": "digits", "linear_baseline": "digits",
+})  # fmt: skip

@@ -39,7 +39,7 @@ def domainbed_task(
     Args:
         name: "pacs", "vlcs", "officehome", "terraincognita" or "domainnet".
         held_out: The paper's name of an environment, its folder, or its index in DomainBed's order.
-        root: The data set's folder or the one above; by default data/NAME.
+        root: The data set's folder or the one above; by default see `find_dataset`.
         split_seed: Decides the split within each environment.
         image_size: Side of the images, in pixels.
         backbone: A ViT of timm's registry; by default DeiT-S/16.
@@ -56,7 +56,7 @@ def domainbed_task(
     """
     benchmark = BENCHMARKS[name]
     held_index = benchmark.environment_index(held_out)
-    folders = list_images(benchmark, root if root is not None else Path("data") / name)
+    folders = list_images(benchmark, root)
     for folder in folders:
         if int(OUT_SHARE * len(folder)) < 1:
             raise UserError(

@@ -47,26 +47,40 @@ class ImageFolder:
         return self.path / os.fsdecode(self.files[index])
 
 
-def find_dataset(benchmark: Benchmark, root: str | Path) -> Path:
+DATA = Path("data")
+"""Where data sets are looked for when no folder is named."""
+
+
+def find_dataset(benchmark: Benchmark, root: str | Path | None) -> Path:
     """The data set's folder: `root` itself, or the one inside it that DomainBed names.
 
+    Without a root it is data/NAME or the folder that DomainBed names in there or in data/: the places that
+    `launch/data.py prepare` writes to.
+
     Raises:
-        UserError: neither holds any environment.
+        UserError: none of them holds any environment.
     """
-    root = Path(root)
+    above = DATA / benchmark.name if root is None else Path(root)
+    places = [above, above / benchmark.folder, *([DATA / benchmark.folder] if root is None else [])]
     expected = {plain(environment.folder) for environment in benchmark.environments}
-    for folder in (root, root / benchmark.folder):
+    for folder in places:
         if folder.is_dir() and expected & {plain(name) for name in os.listdir(folder)}:
             return folder
     folders = ", ".join(environment.folder for environment in benchmark.environments)
+    if root is None:
+        *first, last = map(str, places)
+        what = f"{benchmark.title} was not found: none of {', '.join(first)} and {last} holds"
+        advice = "name its folder with --data.root"
+    else:
+        what = f"data.root {str(root)!r} is not {benchmark.title}'s folder: neither it nor {places[1]} holds"
+        advice = "give the right folder"
     raise UserError(
-        f"data.root {str(root)!r} is not {benchmark.title}'s folder: neither it nor {root / benchmark.folder} holds "
-        f"any of the folders {folders}; give the right folder, or make it with `python launch/data.py prepare "
-        f"{benchmark.name} --archive FILE --root {root}`."
+        f"{what} any of the folders {folders}; {advice}, or make it with `python launch/data.py prepare "
+        f"{benchmark.name} --archive FILE --root {DATA if root is None else root}`."
     )
 
 
-def list_images(benchmark: Benchmark, root: str | Path) -> list[ImageFolder]:
+def list_images(benchmark: Benchmark, root: str | Path | None) -> list[ImageFolder]:
     """Every environment's images, checked against the benchmark's layout and against one another.
 
     Images in the benchmark's list of duplicates are left out. Counts other than the published ones give a warning.

@@ -93,12 +93,12 @@ class Report:
         yield "good" if self.good else "NOT as published"
 
 
-def verify(benchmark: Benchmark, root: Path, workers: int = 0, progress: bool = True) -> Report:
+def verify(benchmark: Benchmark, root: Path | None, workers: int = 0, progress: bool = True) -> Report:
     """Check a data set; reads every file.
 
     Args:
         benchmark: What it should be.
-        root: Its folder or the one above.
+        root: Its folder or the one above; None looks where training does.
         workers: Processes to decode in; 0 decodes here.
         progress: Show a bar.
 

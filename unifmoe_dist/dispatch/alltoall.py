@@ -17,6 +17,7 @@ from torch import Tensor
 from unifmoe_dist.dispatch.base import NOT_PICKLABLE, Arrivals, gradient_needs
 from unifmoe_dist.dispatch.bits import pack_bits, unpack_bits
 from unifmoe_dist.dispatch.flight import Flight
+from unifmoe_dist.eager import not_compiled
 from unifmoe_dist.errors import UserError
 
 
@@ -37,7 +38,7 @@ class AllToAllDispatcher:
     def __reduce__(self) -> Any:
         raise UserError(NOT_PICKLABLE)
 
-    @torch.compiler.disable
+    @not_compiled
     def dispatch(self, x: Tensor, gates: Tensor, blocks: Tensor, trained: bool = True) -> _AllToAllExchange:
         return _AllToAllExchange(self.group, self.size, x, gates, blocks, gradient_needs(x, gates, trained))
 
@@ -65,14 +66,14 @@ class _AllToAllExchange:
         bits = pack_bits(torch.cat([blocks[token], active_RNE[rank, token]], dim=1))
         self.flight = Flight(there, any(tokens_need)).launch(x[token], gates_RNE.masked_select(active_RNE), bits)
 
-    @torch.compiler.disable
+    @not_compiled
     def arrivals(self) -> Arrivals:
         x, gates, bits = self.flight.land()
         flags = unpack_bits(bits, self.num_blocks + self.num_local)
         blocks, active = flags.split([self.num_blocks, self.num_local], dim=1)
         return Arrivals(x, gates.new_zeros(active.shape).masked_scatter(active, gates), blocks)
 
-    @torch.compiler.disable
+    @not_compiled
     def combine(self, rows: Tensor) -> Tensor:
         (home,) = Flight(self.back, self.comes_back).launch(rows).land()
         total = home.new_zeros((self.num_tokens, home.shape[1]), dtype=torch.promote_types(home.dtype, torch.float32))

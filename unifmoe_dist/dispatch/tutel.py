@@ -25,6 +25,7 @@ from torch import Tensor
 from unifmoe_dist.dispatch.base import NOT_PICKLABLE, Arrivals, gradient_needs
 from unifmoe_dist.dispatch.bits import pack_bits, unpack_bits
 from unifmoe_dist.dispatch.flight import Flight
+from unifmoe_dist.eager import not_compiled
 from unifmoe_dist.errors import UserError
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -56,7 +57,7 @@ class TutelDispatcher:
             raise UserError(NOT_PICKLABLE)
         return type(self), (None,)
 
-    @torch.compiler.disable
+    @not_compiled
     def dispatch(self, x: Tensor, gates: Tensor, blocks: Tensor, trained: bool = True) -> _TutelExchange:
         if x.dtype not in _DTYPES:
             raise UserError(
@@ -88,7 +89,7 @@ class _TutelExchange:
         encoded = _tutel().encode(payload, self.critical).to(x.dtype)
         self.flight = Flight(self.route, plan.tokens_need).launch(encoded)
 
-    @torch.compiler.disable
+    @not_compiled
     def arrivals(self) -> Arrivals:
         (landed,) = self.flight.land()  # (K, capacity, D + mask), where K counts (source rank, local expert)
         rows = landed.flatten(0, 1).index_select(0, self.rows)
@@ -98,7 +99,7 @@ class _TutelExchange:
         gates.scatter_(1, self.expert[:, None], 1.0)
         return Arrivals(rows[:, :-width], gates, unpack_bits(bits, self.num_blocks))
 
-    @torch.compiler.disable
+    @not_compiled
     def combine(self, rows: Tensor) -> Tensor:
         capacity = self.critical[4]
         padded = rows.new_zeros((self.num_experts * capacity, rows.shape[1])).index_copy(0, self.rows, rows)

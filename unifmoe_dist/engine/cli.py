@@ -18,6 +18,7 @@ from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.engine import failure, heartbeat, terminal
 from unifmoe_dist.engine.old_runs import unwritten_words
 from unifmoe_dist.engine.option_errors import one_sentence
+from unifmoe_dist.engine.option_files import check_file
 from unifmoe_dist.engine.restart import resumes
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.leaving import leave_if_joined
@@ -53,15 +54,38 @@ def parse_train_config(arguments: Sequence[str], prog: str | None = None) -> Tra
         UserError: an unknown key, a wrong type or a missing file.
     """
     parser, words = train_parser(prog), _tidy(arguments)
+    for path in _files(words):
+        _read_alone(parser, path)
     try:
         parsed = parser.parse_args(words)
         run = Path(parsed.output or "")
         saved = run / "config.yaml"
         if resumes(parsed.resume, run) and saved.is_file():
+            _read_alone(parser, saved)
             parsed = parser.parse_args(["--config", str(saved), *unwritten_words(saved), *words])
     except (ArgumentError, ImportError, UnicodeDecodeError) as error:  # a value names a module; a file is no text
-        raise UserError(one_sentence(str(error), list(parser.get_defaults().keys()))) from error
+        raise UserError(one_sentence(str(error), _names(parser))) from error
     return as_config(parser, parsed)
+
+
+def _read_alone(parser: ArgumentParser, path: Path) -> Namespace:
+    """The options of a file and the defaults of others; mistakes are said with the file's name."""
+    lines = check_file(path, _names(parser))
+    try:
+        return parser.parse_args(["--config", str(path)])
+    except (ArgumentError, ImportError) as error:
+        raise UserError(one_sentence(str(error), _names(parser), path, lines)) from error
+
+
+def _names(parser: ArgumentParser) -> list[str]:
+    return list(parser.get_defaults().keys())
+
+
+def _files(words: Sequence[str]) -> list[Path]:
+    """Files that --config names, those that exist."""
+    named = [word.removeprefix("--config=") for word in words if word.startswith("--config=")]
+    named += [word for before, word in zip(words, words[1:], strict=False) if before == "--config"]
+    return [Path(name) for name in named if Path(name).is_file()]
 
 
 def load_train_config(path: str) -> TrainConfig:
@@ -71,12 +95,12 @@ def load_train_config(path: str) -> TrainConfig:
         UserError: the file is missing or is not a valid configuration.
     """
     parser = train_parser()
-    try:
-        missing = unwritten_words(Path(path))
-        parsed = parser.parse_args(["--config", path, *missing]) if missing else parser.parse_path(path)
-        return as_config(parser, parsed)
-    except (ArgumentError, ImportError, TypeError, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not the configuration of a run: {one_sentence(str(error), [])}") from error
+    if not Path(path).is_file():
+        raise UserError(f"there is no {path}; give the folder that a training run wrote.")
+    parsed = _read_alone(parser, Path(path))
+    if missing := unwritten_words(Path(path)):
+        parsed = parser.parse_args(["--config", path, *missing])
+    return as_config(parser, parsed)
 
 
 def as_config(parser: ArgumentParser, parsed: Namespace) -> TrainConfig:

@@ -22,8 +22,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch.distributed as dist
-
 from unifmoe_dist.engine.lifeline import Lifeline, Notice
 from unifmoe_dist.errors import UserError
 
@@ -114,7 +112,8 @@ def _describe(error: BaseException) -> tuple[int, str]:
 def _is_communication(error: BaseException) -> bool:
     """Whether an error may be the echo of another rank's end."""
     text = str(error).lower()
-    return isinstance(error, dist.DistError) or (
+    dist = sys.modules.get("torch.distributed")  # not imported for this: then no rank can have failed in it
+    return (dist is not None and isinstance(error, dist.DistError)) or (
         isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS_OF_COMMUNICATION)
     )
 

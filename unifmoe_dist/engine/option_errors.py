@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 
 from unifmoe_dist.config import NO_ZERO_3
 
@@ -15,12 +16,14 @@ _KINDS = {
 _LAUNCHERS = ("num_gpus", "num_accelerators", "num_nodes", "master_port", "hostfile", "nproc-per-node", "nnodes")
 
 
-def one_sentence(message: str, options: Sequence[str]) -> str:
+def one_sentence(message: str, options: Sequence[str], file: Path | None = None, lines: Mapping[str, int] = {}) -> str:
     """The message in words of this project, or as it is where it is of no known form.
 
     Args:
         message: Of jsonargparse.
         options: Names of all options, without dashes.
+        file: Where the options stand, if not on a command line.
+        lines: The line of each option in the file.
     """
     message = message.partition(", denied by")[0]  # what follows tells programmers how to allow it
     words = " ".join(line.strip() for line in message.splitlines() if line.strip())
@@ -30,22 +33,33 @@ def one_sentence(message: str, options: Sequence[str]) -> str:
         return f"{found[1]} needs a value; see --help."
     if found := re.search(r'Parser key "config": File does not exist: (.*)$', words):
         return f"--config: there is no file {found[1]}."
+    if found := re.search(r'Parser key "([\w.]+)": Unable to load config', words):
+        example = next((option for option in options if option.startswith(found[1] + ".")), "NAME")
+        return f"--{found[1]} holds options, which are given one by one, such as --{example}."
     for form in (r"(Expected a .*)\. Got value: (.*)$", r"Subtypes: (\[.*\]) Errors: .* Given value: (.*)$"):
         found = re.search(r'Parser key "([\w.]+)": .*?' + form, words)
         if found and (found[1], found[3]) == ("parallel.zero_stage", "3"):
             return NO_ZERO_3
         if found and (wanted := _wanted(found[2])):
-            return f"--{found[1]} must be {wanted}, not {found[3]}."
+            line = f", line {lines[found[1]]}" if found[1] in lines else ""
+            what = f"--{found[1]}" if file is None else f"{file}{line}: {found[1]}"
+            return f"{what} must be {wanted}, not {found[3]}."
+    if file is not None:
+        words = f"{file}: {words}"
     return words if words.endswith(".") else words + "; see --help for every option."
 
 
 def _unknown(name: str, options: Sequence[str]) -> str:
     if name in _LAUNCHERS or name.replace("_", "-") in _LAUNCHERS:
         return f"--{name} is an option of the launcher, so it stands before launch/train.py, not after it."
+    return f"there is no option --{name}; {nearest(name, options)}"
+
+
+def nearest(name: str, options: Sequence[str], dashes: str = "--") -> str:
+    """Advice for the name of an option that does not exist: those that it may stand for."""
     last = name.rpartition(".")[2]
     near = [option for option in options if option.rpartition(".")[2] == last] or get_close_matches(name, options)
-    advice = f"did you mean {' or '.join('--' + option for option in near[:2])}?" if near else "see --help for all."
-    return f"there is no option --{name}; {advice}"
+    return f"did you mean {' or '.join(dashes + option for option in near[:2])}?" if near else "see --help for all."
 
 
 def _wanted(types: str) -> str:

@@ -16,10 +16,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
-from unifmoe_dist.engine.ranks import Ranks
 from unifmoe_dist.errors import UserError
+
+if TYPE_CHECKING:
+    from unifmoe_dist.engine.ranks import Ranks
 
 _POLL_SECONDS = 0.5
 

@@ -32,6 +32,7 @@ from unifmoe_dist.engine.health import StepCheck, Verdict, locate, skip_update, 
 from unifmoe_dist.engine.own_model import keep_backbone
 from unifmoe_dist.engine.preemption import StopSignals
 from unifmoe_dist.engine.preflight import check_layers
+from unifmoe_dist.engine.progress import BAR, show_beside, training_numbers
 from unifmoe_dist.engine.ranks import Ranks, seed_everything
 from unifmoe_dist.engine.restart import agree, check_free, resumes, set_aside
 from unifmoe_dist.engine.selection import Selection
@@ -338,7 +339,7 @@ class Trainer:
             heartbeat.heard()
         bar = tqdm(  # disable=None: only on a terminal; a log file gets a line per evaluation instead
             total=config.steps, initial=self.step, desc=self.task.name, dynamic_ncols=True, mininterval=1.0,
-            disable=None if shown else True,
+            disable=None if shown else True, bar_format=BAR,
         )  # fmt: skip
         started = time.perf_counter()
         window: list[dict[str, Tensor]] = []
@@ -353,15 +354,15 @@ class Trainer:
                 last = self.step == config.steps
                 checked = last or self.step % config.eval_every == 0
                 if checked or result.signal or self.step % config.log_every == 0:
-                    text = self._log_training(window)
-                    bar.set_postfix_str(text)
+                    numbers = self._log_training(window)
+                    show_beside(bar, numbers)
                     window = []
                 seconds = self.seconds + time.perf_counter() - started
                 if checked:
                     self._validate_and_save(seconds)
                     if shown and bar.disable:
                         best = f"best {self.task.metric.name} {self.selection.score:.3f} at step {self.selection.step}"
-                        print(f"step {self.step}/{config.steps}: {text}, {best}", flush=True)
+                        print(f"step {self.step}/{config.steps}: {' '.join(numbers)}, {best}", flush=True)
                         heartbeat.heard()
                 elif result.signal:
                     self._save(seconds, better=False)
@@ -383,9 +384,9 @@ class Trainer:
         if self.ranks.rank == 0:
             print(f"saved at step {self.step} after {Signals(signal).name}; continue with --resume", flush=True)
 
-    def _log_training(self, window: list[dict[str, Tensor]]) -> str:
+    def _log_training(self, window: list[dict[str, Tensor]]) -> list[str]:
         if not window:
-            return f"{self.skipped} updates skipped"
+            return [f"{self.skipped} updates skipped"]
         names = list(window[0])
         local = torch.stack([torch.stack([entry[n] for n in names]) for entry in window]).mean(0)
         means = dict(zip(names, (self.ranks.all_sum(local) / self.ranks.world_size).tolist(), strict=True))
@@ -399,16 +400,7 @@ class Trainer:
         }
         self._record(record, usage)
         self.latest = f", loss {means['loss']:.3f}"
-        text = f"loss {means['loss']:.3f} acc {means['accuracy']:.3f}"
-        if usage:
-            c_b, k, alpha = (_mean(usage, n) for n in ("block_compute", "expert_count", "shared_demand"))
-            loads = [
-                sum(u.expert_load[e] for u in usage.values()) / len(usage) for e in range(len(_first(usage)))
-            ]
-            text += f" C_B {c_b:.2f} k {k:.2f} α {alpha:.2f} load " + "/".join(
-                f"{100 * v:.0f}" for v in loads
-            )
-        return text
+        return training_numbers(means, usage)
 
     def _validate_and_save(self, seconds: float) -> None:
         better = self._validate()
@@ -555,10 +547,6 @@ def summarise(config: TrainConfig, score: Score) -> dict[str, Any]:
 
 def _mean(usage: dict[str, UsageSummary], name: str) -> float:
     return sum(getattr(u, name) for u in usage.values()) / len(usage)
-
-
-def _first(usage: dict[str, UsageSummary]) -> list[float]:
-    return next(iter(usage.values())).expert_load
 
 
 def _step_of(line: str) -> int:

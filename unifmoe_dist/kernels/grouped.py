@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from unifmoe_dist.eager import not_compiled
 from unifmoe_dist.experts import ExpertWeights
 from unifmoe_dist.kernels.activations import FUNCTIONS, activation_and_gradient
 from unifmoe_dist.kernels.dropout import HiddenDropout
@@ -31,7 +32,7 @@ KEPT_FFNS = 3
 CHUNK_ROWS = 8192
 
 
-@torch.compiler.disable
+@not_compiled
 def grouped_block_ffn(
     x_ND: Tensor, gates_NE: Tensor, blocks_NB: Tensor, weights: ExpertWeights, dropout: HiddenDropout | None = None
 ) -> Tensor:

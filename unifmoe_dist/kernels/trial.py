@@ -10,10 +10,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from unifmoe_dist.eager import not_compiled
 from unifmoe_dist.experts import ExpertWeights
 from unifmoe_dist.kernels.dropout import HiddenDropout
 from unifmoe_dist.kernels.grouped import grouped_block_ffn
@@ -39,7 +41,7 @@ def routing_works(x: Tensor, columns: int, num_blocks: int) -> bool:
 
 
 @cache
-@torch.compiler.disable
+@not_compiled
 def _ffn_works(
     device: torch.device, dtype: torch.dtype, dim: int, width: int, activation: str, bias: bool, dropout: bool
 ) -> bool:  # fmt: skip
@@ -53,7 +55,7 @@ def _ffn_works(
         gates = draw(_TOKENS, experts).float().abs()
         gates, chosen = gates.masked_fill(gates < 0.4 * gates.amax(), 0.0), draw(_TOKENS, blocks) > 0
         seed = torch.tensor([1, -1], dtype=torch.int32, device=device)
-        more = {"dropout": HiddenDropout(0.3, seed)} if dropout else {}
+        more: dict[str, Any] = {"dropout": HiddenDropout(0.3, seed)} if dropout else {}
         results = []
         for kernel in (triton_block_ffn, grouped_block_ffn):
             leaves = [None if t is None else t.detach().requires_grad_() for t in (keys, values, key_bias, value_bias)]
@@ -69,7 +71,7 @@ def _ffn_works(
 
 
 @cache
-@torch.compiler.disable
+@not_compiled
 def _routing_works(device: torch.device, dtype: torch.dtype, dim: int, columns: int, num_blocks: int) -> bool:
     from unifmoe_dist.kernels.triton_routing import triton_route
 

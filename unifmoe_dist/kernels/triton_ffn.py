@@ -34,6 +34,7 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from unifmoe_dist.eager import not_compiled
 from unifmoe_dist.experts import ExpertWeights
 from unifmoe_dist.kernels import triton_ffn_kernels as device
 from unifmoe_dist.kernels.dropout import HiddenDropout
@@ -75,7 +76,7 @@ def unsupported(x: Tensor, weights: ExpertWeights) -> str | None:
     return None
 
 
-@torch.compiler.disable
+@not_compiled
 def triton_block_ffn(
     x_ND: Tensor, gates_NE: Tensor, blocks_NB: Tensor, weights: ExpertWeights, shared: ExpertWeights | None = None,
     options: TritonOptions | None = None, offsets: GroupOffsets | None = None, dropout: HiddenDropout | None = None,

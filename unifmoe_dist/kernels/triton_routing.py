@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from unifmoe_dist.eager import not_compiled
 from unifmoe_dist.kernels.triton_math import DTYPES, EXACT, dot, power_of_two, precision
 from unifmoe_dist.kernels.triton_plan import SPAN, GroupOffsets, count_groups, scan_groups
 from unifmoe_dist.routing import ByProducts, Routing
@@ -44,7 +45,7 @@ def unsupported(x: Tensor, columns: int, num_blocks: int) -> str | None:
     return None
 
 
-@torch.compiler.disable
+@not_compiled
 def triton_route(
     x_ND: Tensor, weight_KD: Tensor, keys_HD: Tensor, num_blocks: int, token_mask_N: Tensor | None = None
 ) -> Routing:  # fmt: skip

@@ -40,6 +40,7 @@ from unifmoe_dist.sweep.run_folder import (
 )
 
 _TAKEN_STATUS = 75  # sysexits' EX_TEMPFAIL: another process is at work in the folder
+_ALIKE = 5
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -65,7 +66,8 @@ class Outcome:
         elsewhere: Runs that another sweep is at work on.
         failures: Runs that failed.
         stopped: Whether somebody stopped the sweep.
-        left: Runs that were not finished when it was stopped.
+        alike: Why it gave up, where its first runs all failed for one reason; otherwise nothing.
+        left: Runs that were not finished when it was stopped or gave up.
     """
 
     skipped: list[Run] = field(default_factory=list)
@@ -73,6 +75,7 @@ class Outcome:
     elsewhere: list[Run] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     stopped: bool = False
+    alike: str = ""
     left: list[Run] = field(default_factory=list)
 
 
@@ -82,7 +85,8 @@ def run_all(
 ) -> Outcome:  # fmt: skip
     """Do what is not done yet of `runs`, as many at a time as there are places.
 
-    A run that fails, or is killed, ends alone. SIGINT or SIGTERM asks the runs at work to save and returns when they
+    A run that fails, or is killed, ends alone; where the first _ALIKE of them all fail for one reason, no more are
+    started, as they would fail too. SIGINT or SIGTERM asks the runs at work to save and returns when they
     have; a second one kills them.
 
     Args:
@@ -104,8 +108,8 @@ def run_all(
                disable=not progress)  # fmt: skip
     stop = _Stop()
     with stop, bar:
-        while pool.at_work or (todo and not stop.count):
-            while todo and pool.free and not stop.count:
+        while pool.at_work or (todo and not (stop.count or outcome.alike)):
+            while todo and pool.free and not (stop.count or outcome.alike):
                 pool.start(todo.popleft())
             bar.set_postfix_str(f"{len(pool.at_work)} at work, {len(outcome.failures)} failed", refresh=False)
             ended = len(outcome.skipped) + len(outcome.finished) + len(outcome.failures)
@@ -113,6 +117,7 @@ def run_all(
             for run, status in pool.ended(timeout=0.5):
                 _account(run, status, bool(stop.count), outcome)
                 bar.update()
+            outcome.alike = outcome.alike or _one_reason(outcome)
             if stop.count != stop.passed_on:
                 stop.passed_on = stop.count
                 pool.signal(signal.SIGTERM if stop.count == 1 else signal.SIGKILL)
@@ -133,6 +138,13 @@ def _account(run: Run, status: int, stopping: bool, outcome: Outcome) -> None:
         failure = Failure(run, killed or last_words(run.folder) or f"exit status {status}")
         outcome.failures.append(failure)
         tqdm.write(f"failed: {run.name}: {failure.reason} ({failure.log})", file=sys.stderr)
+
+
+def _one_reason(outcome: Outcome) -> str:
+    """The reason of all failures, where there are many and nothing has ever finished; otherwise nothing."""
+    reasons = {failure.reason for failure in outcome.failures}
+    many = len(outcome.failures) >= _ALIKE and not outcome.finished and not outcome.skipped
+    return reasons.pop() if many and len(reasons) == 1 else ""
 
 
 class _Stop:

@@ -8,10 +8,12 @@ when gradient checkpointing runs that forward again, and then they see the mask 
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_mask
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 _MASKED = -1000.0
 """What an additive mask adds to a score that must not count: the least of its dtype, but also -1e9, or BERT's -10000.
@@ -29,7 +31,9 @@ def token_mask_from_attention(mask: Tensor | BlockMask | None, batch: int, lengt
     Returns:
         (B, T) bool, or None where nothing is known to be padding: no mask, or keys from a cache too.
     """
-    if isinstance(mask, BlockMask):
+    if mask is not None and not isinstance(mask, Tensor):
+        from torch.nn.attention.flex_attention import create_mask  # a second of imports that few models need
+
         rows, heads, queries, keys = mask.shape
         mask = create_mask(mask.mask_mod, rows, heads, queries, keys, device=mask.kv_num_blocks.device)
     if mask is None or not 2 <= mask.dim() <= 4 or mask.shape[-1] != length:

@@ -10,12 +10,12 @@ from typing import TypeVar, Unpack
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from unifmoe_dist.config import LayerChoices, UniFMoEConfig
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import ExpertLayer
 from unifmoe_dist.layer import UniFMoELayer
+from unifmoe_dist.spread import is_dtensor
 from unifmoe_dist.upcycling.adapters import find_adapter
 from unifmoe_dist.upcycling.base import DenseFFN
 from unifmoe_dist.upcycling.note import record
@@ -168,7 +168,7 @@ def _require_weights(ffn: DenseFFN, index: int, model: nn.Module) -> None:
     """Refuse to copy weights that are not here, unless none of the model's are: then layers have none either."""
     for part in (ffn.up, ffn.down):
         weight = part.weight
-        if isinstance(weight, DTensor) or weight.dim() != 2 or getattr(part, "_is_fsdp_managed_module", False):
+        if is_dtensor(weight) or weight.dim() != 2 or getattr(part, "_is_fsdp_managed_module", False):
             where = "spread over ranks; upcycle the model before FSDP, ZeRO 3 or tensor parallelism takes it"
         elif weight.is_meta and (hasattr(part, "_hf_hook") or not all(p.is_meta for p in model.parameters())):
             where = "not in memory (offloaded, or on the meta device); load the model whole, upcycle it, then offload"

@@ -13,6 +13,7 @@ from unifmoe_dist import UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.analysis.benchmark import memory
 from unifmoe_dist.analysis.benchmark.grouped_mm import GroupedMM
 from unifmoe_dist.analysis.benchmark.peers import PEERS
+from unifmoe_dist.analysis.benchmark.peers.base import Unavailable
 from unifmoe_dist.analysis.benchmark.shapes import Shape, at_operating_point
 from unifmoe_dist.analysis.benchmark.timing import Contender, Result, Subject, Timing, measure, prepare
 from unifmoe_dist.kernels import use_kernels
@@ -39,6 +40,13 @@ def has_fast_bf16() -> bool:
     return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
 
 
+def _in_bf16(layer: nn.Module) -> nn.Module:
+    """The layer with bf16 weights; refused where the CPU would emulate bf16, so that the table says why it lacks it."""
+    if not has_fast_bf16():
+        raise Unavailable("this CPU has no bf16 instructions (avx512_bf16 or amx_bf16)")
+    return InBf16(layer)
+
+
 def contenders(shape: Shape, x: Tensor, top_ks: Sequence[int] = (1, 2), reference: bool = True) -> Iterator[Contender]:
     """Everything to time at a shape, the dense FFN first.
 
@@ -58,9 +66,9 @@ def contenders(shape: Shape, x: Tensor, top_ks: Sequence[int] = (1, 2), referenc
     yield Contender("UniF-MoE", lambda: layer, ffns)
     if x.is_cuda:
         yield Contender("UniF-MoE, plain torch", lambda: layer, ffns, lambda: use_kernels("grouped"))
-    elif dtype == torch.float32 and has_fast_bf16():
-        yield Contender("dense FFN in bf16", lambda: InBf16(dense), None)
-        yield Contender("UniF-MoE in bf16", lambda: InBf16(layer), None)
+    elif dtype == torch.float32:
+        yield Contender("dense FFN in bf16", lambda: _in_bf16(dense), None, peer=True)
+        yield Contender("UniF-MoE in bf16", lambda: _in_bf16(layer), None, peer=True)
     yield Contender("UniF-MoE, torch grouped_mm", lambda: GroupedMM(layer), ffns, peer=True)
     if reference:
         yield Contender("UniF-MoE, masked reference", lambda: layer, ffns, lambda: use_kernels("reference"))

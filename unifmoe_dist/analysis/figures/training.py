@@ -24,9 +24,14 @@ def of_kind(records: Records, kind: str) -> list[Mapping[str, Any]]:
 
 
 def curves_figure(runs: Mapping[str, Records]) -> Figure:
-    """Training losses on a log scale, and training and validation scores. A run named "" is not named in legends."""
-    figure = new_figure(9, 3.4)
-    left, right = figure.subplots(1, 2)
+    """Training losses, each on an axis of its own, and training and validation scores.
+
+    An auxiliary loss is of another size and falls by orders of magnitude: on one axis with it the task loss would be a
+    flat line. A run named "" is not named in legends.
+    """
+    auxiliary = any(record["div_loss"] for records in runs.values() for record in of_kind(records, "train"))
+    figure = new_figure(12 if auxiliary else 9, 3.4)
+    left, *middle, right = figure.subplots(1, 3 if auxiliary else 2)
     metrics: set[str] = set()
     for number, (name, records) in enumerate(runs.items()):
         train, validation = of_kind(records, "train"), of_kind(records, "validation")
@@ -35,8 +40,7 @@ def curves_figure(runs: Mapping[str, Records]) -> Figure:
         steps = [r["step"] for r in train]
         left.plot(steps, [r["task_loss"] for r in train], color=colour, label=f"{where}task loss")
         if any(r["div_loss"] for r in train):
-            auxiliary = [r["div_loss"] for r in train]
-            left.plot(steps, auxiliary, "--", color=second, label=f"{where}auxiliary loss (unweighted)")
+            middle[0].plot(steps, [r["div_loss"] for r in train], color=colour, label=f"{where}auxiliary loss")
         batches = [100 * r["accuracy"] for r in train]
         right.plot(steps, batches, color=colour, alpha=0.5, label=f"{where}training batches")
         scores = {"accuracy": f"{where}validation"}
@@ -46,15 +50,18 @@ def curves_figure(runs: Mapping[str, Records]) -> Figure:
             right.plot([r["step"] for r in validation], [100 * r[key] for r in validation], style, color=second,
                        markersize=4, label=text)  # fmt: skip
         metrics.update(scores)
-    if left.get_lines():
-        left.set_yscale("log")
+    for axis in (left, *middle):
+        if axis.get_lines():
+            axis.set_yscale("log")
     what = "accuracy" if metrics == {"accuracy"} else "score"
     label(left, "step", "loss (log scale)", "Training loss")
+    for axis in middle:
+        label(axis, "step", "loss, unweighted (log scale)", "Auxiliary loss of the layers")
     label(right, "step", f"{what} (%)", what.capitalize())
-    left.legend(frameon=False, fontsize=8)
-    right.legend(frameon=False, fontsize=8)
-    for axis in (left, right):
+    for axis in (left, *middle, right):
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if len(axis.get_lines()) > 1 or any(runs):
+            axis.legend(frameon=False, fontsize=8)
     return figure
 
 

@@ -82,7 +82,7 @@ def training_section(runs: Sequence[LoadedRun]) -> list[Section]:
     blocks: list[Block] = [
         Picture(
             "curves", "Learning curves",
-            "Left: task loss, and before weighting the auxiliary losses of the layers, both on a log scale. "
+            "Left: task loss; then, where layers have one, their auxiliary loss before weighting, on its own axis. "
             "Right: scores on the training batches and on the validation data, of which the best selects the "
             "checkpoint.",
             curves_figure(records),

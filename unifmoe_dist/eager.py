@@ -1,0 +1,38 @@
+"""Functions that torch.compile leaves alone, without what `torch.compiler.disable` costs everybody at import.
+
+That decorator imports torch._dynamo where it stands: seconds for every program that uses this package, few of which
+compile anything.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def not_compiled(function: F) -> F:
+    """Decorator: as `torch.compiler.disable`, which takes over at the first call after torch._dynamo was imported.
+
+    Before that nothing can be compiling, and the function is called as it is.
+    """
+    disabled: Callable[..., Any] | None = None
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal disabled
+        if torch.compiler.is_dynamo_compiling():  # tracing this very frame, called where a graph broke
+            torch._dynamo.skip_frame("a function that is not compiled")
+        if disabled is None:
+            if "torch._dynamo" not in sys.modules:
+                return function(*args, **kwargs)
+            disabled = torch.compiler.disable(function)
+        return disabled(*args, **kwargs)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # a compiled caller breaks its graph here
+    return call  # type: ignore[return-value]

@@ -1,0 +1,69 @@
+"""Every option of a training run as data, from the configuration classes: name, type, default and explanation."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from docstring_parser import parse
+
+from unifmoe_dist.config import TrainConfig
+
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "null"}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option.
+
+    Args:
+        name: Dotted, as on command lines and in YAML files.
+        type: Its annotation.
+        default: Its default.
+        text: The class's explanation.
+    """
+
+    name: str
+    type: Any
+    default: Any
+    text: str
+
+    @property
+    def may_be_null(self) -> bool:
+        return type(None) in get_args(self.type)
+
+    @property
+    def values(self) -> str:
+        """What it may be, in words."""
+        return " or ".join(dict.fromkeys(_values(self.type)))
+
+
+def _values(kind: Any) -> Iterator[str]:
+    if get_origin(kind) is Literal:
+        yield from (str(value).lower() if isinstance(value, bool) else str(value) for value in get_args(kind))
+    elif get_origin(kind) in (Union, types.UnionType):
+        for part in get_args(kind):
+            yield from _values(part)
+    elif get_origin(kind) in (list, tuple):
+        plural = " or ".join(_values(get_args(kind)[0])).removeprefix("a ") + "s"
+        yield f"{len(get_args(kind))} {plural}" if get_origin(kind) is tuple else f"a list of {plural}"
+    else:
+        yield _WORDS[kind]
+
+
+def options(cls: Any = TrainConfig, prefix: str = "") -> Iterator[Option]:
+    """The options of a configuration class, group by group, in the order in which they are written there."""
+    hints = get_type_hints(cls)
+    explained = {parameter.arg_name: parameter.description or "" for parameter in parse(cls.__doc__ or "").params}
+    groups = []
+    for field in fields(cls):
+        kind = hints[field.name]
+        if is_dataclass(kind):
+            groups.append((kind, f"{prefix}{field.name}."))
+            continue
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        yield Option(prefix + field.name, kind, default, " ".join(explained[field.name].split()))
+    for kind, name in groups:
+        yield from options(kind, name)

@@ -76,10 +76,10 @@ def _cosine(k: int) -> Method:
 VARIANTS: dict[str, Method] = {method.name: method for method in map(_cosine, (1, 2, 4, 8))}
 """Other readings of rows of the paper.
 
-Its GLUE rows "Standard MoE, top-k" repeat those of DynMoE's paper, whose scripts train a cosine gate with noise,
-renormalised for k > 1, with importance and load losses (github.com/LINs-lab/DynMoE, EMoE/Language/scripts): gmoe-top1
-to gmoe-top8. The methods top1 to top8 are the layer that the paper's own equation describes. On GLUE both are to be
-compared with the row of the same k.
+Where the literature has rows of fixed top-k layers on GLUE, they have a cosine gate with noise, renormalised for k > 1,
+and importance and load losses (the scripts of github.com/LINs-lab/DynMoE, EMoE/Language/scripts): gmoe-top1 to
+gmoe-top8. The methods top1 to top8 are the layer that the paper's own equation describes. The paper does not say which
+its GLUE rows "Standard MoE, top-k" are: on GLUE both are to be compared with the row of the same k.
 """
 
 

@@ -58,7 +58,7 @@ class StopSignals:
                 if number not in SIGNALS:
                     continue
                 if not self._first:
-                    _say(number)
+                    _say(signal.SIGINT if signal.SIGINT in data else number)  # launchers add their own
                 first = self._first.setdefault(number, time.monotonic())
                 if time.monotonic() - first > COPIES_SECONDS:
                     name = signal.Signals(number).name

@@ -209,6 +209,7 @@ class Trainer:
                 set_aside(folder, dump_train_config(given))
             keep_backbone(folder, given, self.model)
         ranks.barrier()
+        heartbeat.doing("starting DeepSpeed")
         optimizer = build.build_optimizer(config, self.algorithm, ranks)
         sharded = config.model.num_experts if ranks.expert_group is not None and self.layers else None
         self.engine, _, _, self.schedule = deepspeed.initialize(
@@ -337,6 +338,7 @@ class Trainer:
             lines = first_lines(config, self.ranks, self.task, self.algorithm, self.folder, self.step)
             tqdm.write("\n".join(lines), file=sys.stderr)
             heartbeat.heard()
+        heartbeat.doing(f"step {self.step + 1} of {config.steps}")
         bar = tqdm(  # disable=None: only on a terminal; a log file gets a line per evaluation instead
             total=config.steps, initial=self.step, desc=self.task.name, dynamic_ncols=True, mininterval=1.0,
             disable=None if shown else True, bar_format=BAR,

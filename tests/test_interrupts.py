@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 from jobs import ROOT
 
 from unifmoe_dist import interrupts
@@ -16,19 +17,29 @@ from unifmoe_dist.engine.preemption import StopSignals
 SLOW = "import time\nprint('importing', flush=True)\ntime.sleep(60)\n"
 
 
-def test_while_a_command_imports(tmp_path):
-    """A heavy library that takes a minute."""
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text(SLOW)
+def interrupted(tmp_path, slow: str, *words) -> tuple[int, str]:
+    """Exit status and words of a command that is interrupted while it imports a library that takes a minute."""
+    (tmp_path / slow).mkdir()
+    (tmp_path / slow / "__init__.py").write_text(SLOW)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    for words in ([ROOT / "launch" / "consolidate.py"], [ROOT / "launch" / "main_job.py"], [tmp_path / "unifmoe"]):
-        (tmp_path / "unifmoe").write_text("from unifmoe_dist.console import main\nmain()\n")
-        process = subprocess.Popen(
-            [sys.executable, *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        assert process.stdout.readline() == "importing\n"
-        process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=30)[1] == "" and process.returncode == -signal.SIGINT
+    process = subprocess.Popen(
+        [sys.executable, *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=30)[1]
+    return process.returncode, said
+
+
+@pytest.mark.parametrize("script", ["consolidate", "main_job"])
+def test_while_a_script_is_imported(script, tmp_path):
+    assert interrupted(tmp_path, "jsonargparse", ROOT / "launch" / f"{script}.py") == (-signal.SIGINT, "")
+
+
+def test_while_a_command_imports_what_it_needs(tmp_path):
+    (tmp_path / "unifmoe").write_text("from unifmoe_dist.console import main\nmain()\n")
+    words = [tmp_path / "unifmoe", "consolidate", "runs/none", "--output", tmp_path / "x"]
+    assert interrupted(tmp_path, "torch", *words) == (130, "interrupted\n")
 
 
 def test_a_users_own_program_keeps_its_interrupts(monkeypatch):

@@ -9,11 +9,45 @@ from ranks import run_ranks
 from sharded import CLOSE, EXCHANGES, dense_parameters, held_here, sharded_layer, whole_layer
 from torch.utils.checkpoint import checkpoint
 
-from unifmoe_dist import UniFMoEConfig
+from unifmoe_dist import UniFMoEConfig, diversity_loss, upcycle
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.upcycling import moe_layers
 
 CONFIG = UniFMoEConfig(10, 24, 4, 6)
 PARTS = ("x", "router", "shared", "experts")
 COUNTS = (5, 3)
+
+
+def train_under_ddp(rank, world):
+    """A step of a checkpointed BERT with the Gram loss: its routers' gradients, or the sentence that refuses it."""
+    from test_upcycling import build
+    from test_upcycling import inputs as batch
+
+    outcomes = {}
+    for reentrant, static in ((False, False), (True, False), (True, True)):
+        torch.manual_seed(0)
+        model = upcycle(build("bert"), [0, 2], 3, 4, router_seed=1).train()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        ddp = torch.nn.parallel.DistributedDataParallel(model, static_graph=static)
+        try:
+            loss = ddp(**batch("bert")).logits.square().mean() + 0.1 * diversity_loss(model)
+            loss.backward()
+            outcomes[reentrant, static] = [layer.router.weight.grad for layer in moe_layers(model).values()]
+        except UserError as error:
+            outcomes[reentrant, static] = str(error)
+    model.eval()
+    with torch.no_grad():
+        ddp(**batch("bert"))
+    diversity_loss(model).backward()  # an evaluation is no checkpointing
+    return outcomes
+
+
+def test_reentrant_checkpointing_with_the_gram_loss_under_ddp():
+    for outcomes in run_ranks(2, train_under_ddp):
+        plain = outcomes[False, False]
+        assert all(grad.abs().sum() > 0 for grad in plain)
+        assert all("use_reentrant=False" in outcomes[True, static] for static in (False, True))
 
 
 def inputs() -> list[torch.Tensor]:

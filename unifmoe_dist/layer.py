@@ -12,6 +12,7 @@ from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.kernels import block_ffn, masks_in_place, route_tokens, shared_and_residual_ffn
 from unifmoe_dist.lending import bare
 from unifmoe_dist.phases import phase
+from unifmoe_dist.reentrant import note_first_pass, refuse_second_gradient
 from unifmoe_dist.routing import Router, Routing
 from unifmoe_dist.routing_policies import RouterPolicies
 
@@ -39,6 +40,7 @@ class UniFMoELayer(ExpertLayer[UniFMoEConfig]):
     """
 
     replicated = ("shared",)
+    reentrant_under_ddp = False
 
     def __init__(
         self, config: UniFMoEConfig, expert_group: dist.ProcessGroup | None = None, dispatcher: str = "auto"
@@ -61,6 +63,7 @@ class UniFMoELayer(ExpertLayer[UniFMoEConfig]):
         with phase("route"):
             routing = limit_load(self._route(x, token_mask, shared), self.config.capacity_factor)
             self.usage.update(routing)
+            note_first_pass(self)
         dropout = self._draw_dropout(x)
         if isinstance(self.dispatcher, LocalDispatcher):
             return self.experts(
@@ -109,6 +112,7 @@ class UniFMoELayer(ExpertLayer[UniFMoEConfig]):
 
     def diversity_loss(self) -> Tensor:
         """Gram loss of this layer's router, a float32 scalar; under FSDP 1 that of the last forward pass."""
+        refuse_second_gradient(self, bare(self.router).weight)
         return self.router(None, use=lambda router, _: router.gram_loss())
 
     def auxiliary_loss(self) -> Tensor:

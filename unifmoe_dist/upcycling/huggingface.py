@@ -71,15 +71,23 @@ class DistilBertLike(_HuggingFace):
         self.connect(block, layer)
 
 
-class ViTLike(_HuggingFace):
-    """`layer.mlp` becomes the UniF-MoE layer; dropout and residual are outside of it."""
+class ViTLike(BertLike):
+    """`layer.mlp` becomes the UniF-MoE layer; dropout and residual are outside of it.
+
+    Before Transformers 5 these models were laid out like BERT.
+    """
 
     def blocks(self, model: Any) -> Sequence[nn.Module]:
-        return model.base_model.layers
+        base = model.base_model
+        return base.layers if hasattr(base, "layers") else super().blocks(model)
 
     def read(self, block: Any) -> DenseFFN:
+        if not hasattr(block, "mlp"):
+            return super().read(block)
         return DenseFFN.of(block.mlp.fc1, block.mlp.activation_fn, block.mlp.fc2)
 
     def install(self, block: Any, layer: nn.Module) -> None:
+        if not hasattr(block, "mlp"):
+            return super().install(block, layer)
         block.mlp = layer
         self.connect(block, layer)

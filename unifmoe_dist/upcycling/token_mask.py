@@ -72,9 +72,12 @@ class TokenMaskBridge:
         layer.register_forward_pre_hook(self.hand_over, with_kwargs=True)
 
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Hook on `attention(hidden_states (B, T, d), attention_mask, ...)`."""
-        hidden = args[0] if args else kwargs["hidden_states"]
-        mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
+        """Hook on `attention(hidden_states (B, T, d), attention_mask, ...)`.
+
+        DistilBERT's called them `query` and `mask` before Transformers 5.
+        """
+        hidden = args[0] if args else kwargs["hidden_states" if "hidden_states" in kwargs else "query"]
+        mask = args[1] if len(args) > 1 else kwargs.get("attention_mask", kwargs.get("mask"))
         self.pending.mask = token_mask_from_attention(mask, *hidden.shape[:2])
 
     def hand_over(

@@ -23,10 +23,10 @@ def torch_builds() -> Iterator[Finding]:
     import torch
 
     text = f"{version}, built for CUDA {torch.version.cuda}" if torch.version.cuda else f"{version}, built for the CPU"
-    if numbers(version) >= (2, 9):
+    if numbers(version) >= (2, 9, 1):
         yield ok("torch", text)
     else:
-        yield problem("torch", text, "`pip install --upgrade torch torchvision`: 2.9 or newer, and both at once")
+        yield problem("torch", text, "`pip install --upgrade torch torchvision`: 2.9.1 or newer, and both at once")
     try:
         import torchvision
     except Exception as error:  # a build for another torch fails in its own ways

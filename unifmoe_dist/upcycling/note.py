@@ -1,6 +1,7 @@
 """What a saved Transformers model tells about its upcycling: `config.unif_moe`, one entry per call.
 
-`save_pretrained` writes it into config.json.
+`save_pretrained` writes it into config.json, together with an activation's name that only this package knows: see
+`saving`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.distributed import ProcessGroup
 from unifmoe_dist.config import LayerChoices, UniFMoEConfig
 
 KEY = "unif_moe"
+_MARK = ", in UniF-MoE layers: import unifmoe_dist first"
 
 
 def record(
@@ -38,12 +40,37 @@ def note(model: nn.Module, entry: dict[str, Any], group: ProcessGroup | None) ->
     The model gets a config of its own, so that a dense twin built from the same object stays dense.
     """
     old = getattr(model, "config", None)
-    if not hasattr(old, "to_json_string"):
-        return
-    new = copy.deepcopy(old)
     size = 1 if group is None else distributed.get_world_size(group)
-    setattr(new, KEY, [*(getattr(old, KEY, None) or []), {**entry, "expert_parallel_size": size}])
+    if hasattr(old, "to_json_string"):
+        _extend(model, [{**entry, "expert_parallel_size": size}])
+
+
+def adopt(model: nn.Module, entries: list[dict[str, Any]]) -> None:
+    """Add those entries of a part of the model that tell of layers of which the model's config does not."""
+    told = {index for entry in getattr(model.config, KEY, None) or [] for index in entry["layers"]}
+    if new := [entry for entry in entries if not told.intersection(entry["layers"])]:
+        _extend(model, new)
+
+
+def _extend(model: nn.Module, entries: list[dict[str, Any]]) -> None:
+    old: Any = model.config
+    new = copy.deepcopy(old)
+    setattr(new, KEY, [*(getattr(old, KEY, None) or []), *entries])
+    mark(new)
     module: Any
     for module in model.modules():
         if module.__dict__.get("config") is old:
             module.config = new
+
+
+def mark(config: Any) -> None:
+    """Name the activation of an upcycled model's config so that only this package lets Transformers build it."""
+    for attribute in ("hidden_act", "activation", "activation_function", "hidden_activation"):
+        name = getattr(config, attribute, None)
+        if isinstance(name, str):
+            setattr(config, attribute, marked(name))
+
+
+def marked(name: str) -> str:
+    """An activation's name as an upcycled model's config has it."""
+    return name.removesuffix(_MARK) + _MARK

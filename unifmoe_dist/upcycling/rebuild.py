@@ -1,8 +1,9 @@
 """Reloading upcycled Transformers models.
 
 Every Transformers model ends its construction with `post_init`; there, a model whose config notes an
-upcycling gets its UniF-MoE layers back, before `from_pretrained` loads the weights. Transformers is patched
-when it is imported, never imported from here.
+upcycling gets its UniF-MoE layers back, before `from_pretrained` loads the weights. Then `from_pretrained` looks
+whether it found weights for them; `save_pretrained` looks whether the config tells of all of them. Transformers is
+patched when it is imported, never imported from here.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import ExpertLayer
 from unifmoe_dist.upcycling.adapters import find_adapter
 from unifmoe_dist.upcycling.base import DenseFFN
-from unifmoe_dist.upcycling.note import KEY
+from unifmoe_dist.upcycling.note import KEY, mark
+from unifmoe_dist.upcycling.saving import check_loaded, prepare_saving, register_activations
 from unifmoe_dist.upcycling.upcycle import convert, layer_maker, moe_layers
 
 _TARGET = "transformers.modeling_utils"
@@ -35,6 +37,7 @@ def rebuild(model: nn.Module) -> None:
     Raises:
         UserError: The model was saved with experts spread over ranks, so its weight file has only a part.
     """
+    mark(model.config)  # folders of earlier versions lack the mark
     for note in getattr(model.config, KEY, None) or []:
         if note.get("expert_parallel_size", 1) > 1:
             raise UserError(
@@ -69,7 +72,8 @@ def install_rebuild() -> None:
 
 
 def _patch(modeling: ModuleType) -> None:
-    original = modeling.PreTrainedModel.post_init
+    pretrained = modeling.PreTrainedModel
+    original, save, load = pretrained.post_init, pretrained.save_pretrained, pretrained.__dict__["from_pretrained"]
     if hasattr(original, "rebuilds_unif_moe"):
         return
 
@@ -79,8 +83,22 @@ def _patch(modeling: ModuleType) -> None:
         if getattr(self.config, KEY, None):
             rebuild(self)
 
+    @wraps(save)
+    def save_pretrained(self: nn.Module, *args: Any, **options: Any) -> Any:
+        prepare_saving(self)
+        return save(self, *args, **options)
+
+    @wraps(load.__func__)
+    def from_pretrained(cls: type, *args: Any, **options: Any) -> Any:
+        wanted = options.pop("output_loading_info", False)
+        model, report = load.__func__(cls, *args, output_loading_info=True, **options)
+        check_loaded(model, report, args[0] if args else options.get("pretrained_model_name_or_path"))
+        return (model, report) if wanted else model
+
     post_init.rebuilds_unif_moe = True  # type: ignore[attr-defined]
-    modeling.PreTrainedModel.post_init = post_init
+    pretrained.post_init, pretrained.save_pretrained = post_init, save_pretrained
+    pretrained.from_pretrained = classmethod(from_pretrained)
+    register_activations()
 
 
 class _PatchOnImport(MetaPathFinder):

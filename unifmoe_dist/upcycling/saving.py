@@ -1,0 +1,103 @@
+"""What a Transformers folder must say so that nobody loads it as something else, and what must not be saved at all.
+
+A process that has not imported this package would build a dense model from an upcycled model's folder and fill its FFNs
+with random numbers, with no more than a warning. So the configuration of an upcycled model names its activation in a
+way that Transformers knows only after the import: without it, building the model fails at once and says what to import.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections import OrderedDict
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.upcycling.note import KEY, adopt, marked
+from unifmoe_dist.upcycling.upcycle import moe_layers
+
+
+def register_activations() -> None:
+    """Make Transformers know the marked names of all its activations."""
+    known = importlib.import_module("transformers.activations").ACT2FN
+    for name in list(known):
+        known[marked(name)] = OrderedDict.__getitem__(known, name)
+
+
+def prepare_saving(model: Any) -> None:
+    """See to it that `model.save_pretrained` writes all that `from_pretrained` needs.
+
+    Raises:
+        UserError: the experts are spread over ranks, or the model's configuration cannot tell of its layers.
+    """
+    layers = moe_layers(model)
+    for layer in layers.values():
+        if layer.expert_group is not None and dist.get_world_size(layer.expert_group) > 1:
+            raise UserError(
+                f"save_pretrained would write this rank's experts alone, but they are spread over "
+                f"{dist.get_world_size(layer.expert_group)} ranks; save a state_dict() on every rank, or train with "
+                "launch/train.py and run launch/consolidate.py on the result."
+            )
+    if not layers or not type(model).__module__.startswith("transformers."):
+        return  # a class of somebody's own may well make its layers itself
+    parts = {
+        name: part for name, part in model.named_modules()
+        if name and part.__dict__.get("config") is not None and getattr(part.config, KEY, None)
+    }  # fmt: skip
+    for name, part in parts.items():
+        if part is model.base_model:
+            adopt(model, getattr(part.config, KEY))
+        elif part.config is not model.config and not _within(model.base_model, part):
+            _adopt_part(model, name, part)
+    noted = [model] if getattr(model.config, KEY, None) else list(parts.values())
+    inside = {id(module) for part in noted for module in part.modules()}
+    for name, layer in layers.items():
+        if id(layer) not in inside:
+            raise _lost(model, name)
+
+
+def _within(base: nn.Module, part: nn.Module) -> bool:
+    """Whether a part is below a base model that tells of the layers itself."""
+    return bool(getattr(getattr(base, "config", None), KEY, None)) and any(m is part for m in base.modules())
+
+
+def _adopt_part(model: Any, name: str, part: Any) -> None:
+    """Give the part of a composite model's configuration that belongs to `part` the notes of `part`."""
+    kind, last = part.config.model_type, name.rpartition(".")[2]
+    fitting = {
+        attribute: inner for attribute, inner in vars(model.config).items()
+        if hasattr(inner, "to_json_string") and getattr(inner, "model_type", None) == kind
+    }  # fmt: skip
+    if any(inner is part.config for inner in fitting.values()):
+        return
+    named = [a for a in fitting if a in (last, f"{last}_config", f"{last.removesuffix('_model')}_config")]
+    chosen = named or list(fitting)
+    if len(chosen) != 1:
+        raise _lost(model, name)
+    setattr(model.config, chosen[0], copy.deepcopy(part.config))
+
+
+def _lost(model: nn.Module, name: str) -> UserError:
+    return UserError(
+        f"{type(model).__name__}'s configuration does not tell of the layers of experts in {name}, so from_pretrained "
+        "would lose them; call upcycle with the whole model, head included, or save its state_dict()."
+    )
+
+
+def check_loaded(model: nn.Module, report: dict[str, Any], source: Any) -> None:
+    """Refuse a model whose layers got no weights from the folder that it was loaded from.
+
+    Raises:
+        UserError: weights of layers of experts were missing or of another shape, so what they hold is no number at all.
+    """
+    absent = [*report.get("missing_keys", ()), *report.get("mismatched_keys", ())]
+    absent = [key if isinstance(key, str) else key[0] for key in absent]
+    for name in moe_layers(model):
+        if any(key.startswith(f"{name}.") for key in absent):
+            raise UserError(
+                f"{source} has no weights for the layer of experts {name} that the configuration notes; to start from "
+                "dense weights, load them with their own configuration and call upcycle."
+            )

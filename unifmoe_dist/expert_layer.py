@@ -16,6 +16,7 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.kernels import HiddenDropout
 from unifmoe_dist.lending import bare
+from unifmoe_dist.replicas import mark_parts, refuse_replicated
 from unifmoe_dist.usage import Usage
 
 Config = TypeVar("Config", bound=ExpertLayerConfig)
@@ -95,6 +96,9 @@ class ExpertLayer(nn.Module, Generic[Config]):
         self.num_local_experts = local
         self.first_expert = local * (0 if expert_group is None else dist.get_rank(expert_group))
         self.experts = self._make_experts(local)
+        self._spread = group_size > 1
+        if self._spread:
+            self.experts.register_state_dict_post_hook(mark_parts)
         self.dispatcher = make_dispatcher(dispatcher, expert_group)
         self.usage = Usage()
         self.auxiliary_weight = 0.0
@@ -125,9 +129,12 @@ class ExpertLayer(nn.Module, Generic[Config]):
             Shape and dtype of x.
 
         Raises:
-            UserError: x is no floating-point tensor or has another width; the mask has another shape.
+            UserError: x is no floating-point tensor or has another width; the mask has another shape; or the experts
+                are spread over ranks inside DDP, FSDP or the like, which would treat them as copies of each other.
         """
         self._check_shapes(x, token_mask)
+        if self._spread:
+            refuse_replicated(self.experts)
         tokens = x.reshape(-1, x.shape[-1])
         if token_mask is not None:
             token_mask = token_mask.reshape(-1).to(device=x.device, dtype=torch.bool)

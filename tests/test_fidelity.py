@@ -121,8 +121,9 @@ def test_dynmoe_gives_a_token_with_one_expert_no_gate_gradient():
 
 def test_dynmoe_loss_is_over_all_slots():
     layer = dynmoe()
-    layer.auxiliary_loss().backward()
-    assert float(layer.auxiliary_loss()) == pytest.approx(ORIGINAL["dynmoe loss"]["loss"], rel=1e-6)
+    loss = layer.auxiliary_loss()
+    loss.backward()
+    assert loss.item() == pytest.approx(ORIGINAL["dynmoe loss"]["loss"], rel=1e-6)
     assert_like(layer.router.weight.grad, ORIGINAL["dynmoe loss"]["router.weight"])
 
 
@@ -167,7 +168,7 @@ def gmoe(top_k, **options):
 def test_gmoe(top_k, fixed_noise):
     layer, want = gmoe(top_k), ORIGINAL[f"gmoe top-{top_k}"]
     assert_all_like(results(layer, 10), want)
-    assert float(layer.auxiliary_loss()) == pytest.approx(want["loss"], rel=2e-5)
+    assert layer.auxiliary_loss().item() == pytest.approx(want["loss"], rel=2e-5)
 
 
 @pytest.mark.parametrize("method", ["emoe", "emoe_learn"])
@@ -176,13 +177,13 @@ def test_emoe(method, fixed_noise):
     layer = with_weights(layer, {"weight": wave(4, H // 4, D, seed=1, scale=0.4).mean(1)})
     want = ORIGINAL[method]
     assert_all_like(results(layer, 10), want)
-    assert float(layer.auxiliary_loss()) == pytest.approx(want["loss"], rel=2e-5)
+    assert layer.auxiliary_loss().item() == pytest.approx(want["loss"], rel=2e-5)
 
 
 def test_the_load_loss_of_shazeer_et_al_is_an_option(fixed_noise):
     layer = gmoe(2, load_loss="shazeer")
     layer(wave(N, D, seed=7))
-    assert float(layer.auxiliary_loss()) == pytest.approx(0.008018827, rel=1e-4)  # 29 times Tutel's
+    assert layer.auxiliary_loss().item() == pytest.approx(0.008018827, rel=1e-4)  # 29 times Tutel's
     with pytest.raises(UserError, match="tutel or shazeer, not 'switch'"):
         gmoe(2, load_loss="switch")
     assert layer_options(parse_train_config(["--model.load_loss", "shazeer"])).load_loss == "shazeer"
@@ -209,7 +210,7 @@ def test_losses_and_gate_of_the_installed_tutel():
     for loss in (load_importance_loss(logits, strongest[:, 1:], 1 / K, "tutel"),
                  theirs(torch.softmax(logits, 1), strongest, K, 1.0)):  # fmt: skip
         grads.append(torch.autograd.grad(loss, layer.router.weight, retain_graph=True)[0])
-        torch.testing.assert_close(float(loss), 2.7478201e-4, rtol=1e-5, atol=0)
+        assert loss.item() == pytest.approx(2.7478201e-4, rel=1e-5)
     torch.testing.assert_close(*grads)
     torch.testing.assert_close(balance_loss(scores), gshard_loss(scores, scores.topk(2).indices))
 
@@ -258,7 +259,7 @@ def test_mass_redundancy_loss():
     layer = mass(0.5)
     layer.source[2], layer.source[3] = 0, 1
     layer.auxiliary_loss().backward()
-    assert float(layer.auxiliary_loss()) == pytest.approx(ORIGINAL["mass redundancy"]["loss"], rel=1e-5)
+    assert layer.auxiliary_loss().item() == pytest.approx(ORIGINAL["mass redundancy"]["loss"], rel=1e-5)
     assert_like(layer.router.weight.grad, ORIGINAL["mass redundancy"]["router.weight"])
 
 
@@ -268,7 +269,7 @@ def test_mass_redundancy_loss_acts_in_the_steps_of_expansion_alone():
     losses = []
     for step in range(1, 6):
         layer(wave(N, D, seed=7)).sum().backward()
-        losses.append(float(layer.auxiliary_loss()))
+        losses.append(layer.auxiliary_loss().item())
         layer.after_step(applied(step))
     assert all(loss > 0 for loss in losses[:3]) and losses[3:] == [0, 0] and layer.progress[2] == OVER
     full = mass(0.5, initial=K, window=2, warmup=0, p_limit=1.1, similarity_limit=1.1, expansion_steps=9)

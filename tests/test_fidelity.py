@@ -429,6 +429,7 @@ def test_runs_and_models_of_earlier_versions_keep_their_gate(tmp_path):
     saved = {"num_experts": 4, "max_experts": 6, "layers": [1], "method": "dynmoe", "expansion_steps": 300}
     assert LayerOptions.from_saved("dynmoe", saved).gate_temperature
     assert not LayerOptions.from_saved("dynmoe", {**saved, "gate_temperature": False}).gate_temperature
+    assert LayerOptions.from_saved("emoe", saved).load_loss == "shazeer"
     options = LayerOptions.from_saved("mass", saved)
     assert (options.max_experts, options.mass_window, options.mass_warmup) == (6, 120, 60)
 

@@ -64,6 +64,8 @@ class LayerOptions:
         options = {field.name: saved[field.name] for field in fields(cls) if field.name in saved}
         if method == "dynmoe":
             options.setdefault("gate_temperature", True)
+        if method in ("gmoe", "emoe", "emoe_learn"):
+            options.setdefault("load_loss", "shazeer")
         if method == "mass" and "mass_window" not in saved:
             steps = options.get("expansion_steps", cls.expansion_steps)
             options.update(mass_window=max(2, min(200, steps * 2 // 5)), mass_warmup=min(100, steps // 5))

@@ -58,7 +58,7 @@ setup(
         "deepspeed>=0.17",
         "ninja>=1.11.1",  # DeepSpeed compiles a small communication op at its first start
         "timm>=1.0.12",  # reads weight files without unpickling objects
-        "transformers>=4.57.1",  # the first to take `dtype` and to run ELECTRA on SDPA
+        "transformers>=4.57.1",  # earlier ones know no `dtype`
         "datasets>=3.0",
         "numpy>=1.26",
         "pillow>=10",  # decodes images as DomainBed does; torchvision brings it anyway

@@ -141,7 +141,11 @@ def sum_of_blocks(layer: UniFMoELayer, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", TEXT)
 def test_padding_reaches_the_layer_and_changes_nothing(family: str, attention: str):
-    model = upcycle(build(family, attn_implementation=attention), [0, 2], K, B)
+    try:
+        model = build(family, attn_implementation=attention)
+    except ValueError:
+        pytest.skip(f"this Transformers has no {attention} attention for {family}")  # ELECTRA before version 5
+    upcycle(model, [0, 2], K, B)
     seen: list[Tensor] = []
     for layer in moe_layers(model).values():
         layer.register_forward_hook(lambda module, args, output: seen.append(output))
@@ -419,8 +423,8 @@ def test_other_errors():
     with pytest.raises(UserError, match="Layer 1 already is"):
         upcycle(model, [0, 1], K, B)
     assert len(moe_layers(model)) == 1
-    with pytest.raises(UserError, match="Hardswish"):
-        upcycle(build("bert", hidden_act="hardswish"), [0], K, B)
+    with pytest.raises(UserError, match="Mish"):
+        upcycle(build("bert", hidden_act="mish"), [0], K, B)
     with pytest.raises(UserError, match="SwiGLU"):
         upcycle(build("timm", mlp_layer=timm.layers.SwiGLU), [0], K, B)
 

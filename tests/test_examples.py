@@ -60,7 +60,7 @@ leave(3)
 def test_a_rank_leaves_without_the_interpreters_own_end():
     done = subprocess.run([sys.executable, "-c", LAST_WORDS], capture_output=True, text=True, timeout=120)
     assert done.returncode == 3, done.stderr
-    assert done.stdout.endswith("no newline, no flush; a thread ended\nexit functions ran\n")  # gloo may say hello first
+    assert done.stdout.endswith("no newline, no flush; a thread ended\nexit functions ran\n")  # gloo may greet
 
 
 @pytest.mark.parametrize("name", ["accelerate_loop.py", "transformers_trainer.py"])

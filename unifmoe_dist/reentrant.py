@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from unifmoe_dist.eager import not_compiled
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.usage import recomputing
 
 
-@torch.compiler.disable
+@not_compiled
 def note_first_pass(layer: Any) -> None:
     """Remember whether this is the first, gradient-free pass of reentrant checkpointing under DDP."""
     if not recomputing():

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from unifmoe_dist.eager import not_compiled
 from unifmoe_dist.errors import UserError
 
 
-@torch.compiler.disable
+@not_compiled
 def refuse_replicated(experts: nn.Module) -> None:
     """Refuse a forward pass of a bank of experts, held by this rank alone, inside what keeps ranks' parameters equal.
 

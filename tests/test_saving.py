@@ -55,9 +55,9 @@ def test_an_encoder_decoder_is_saved_whole(part, tmp_path):
 
 
 def test_layers_that_a_configuration_cannot_tell_of_are_not_saved(tmp_path):
-    model = build("vit")
-    model.vit.layers[1].mlp = UniFMoELayer(UniFMoEConfig(32, 64, K, B))
-    with pytest.raises(UserError, match="does not tell of the layers of experts in vit.layers.1.mlp"):
+    model = build("bert")
+    model.bert.encoder.layer[1].output.dense = UniFMoELayer(UniFMoEConfig(64, 32, K, B))
+    with pytest.raises(UserError, match="does not tell of the layers of experts in bert.encoder.layer.1.output.dense"):
         model.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
 

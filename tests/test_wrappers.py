@@ -82,7 +82,9 @@ def test_peft_copies_of_a_layer_keep_the_mask_and_count_once():
 def test_peft_adapts_parameters_of_experts_and_router():
     peft = pytest.importorskip("peft")
     torch.manual_seed(3)
-    names = ["experts.keys", "experts.values", "shared.values", "router.weight"]
+    names = ["experts.keys", "experts.values", "router.weight"]
+    if tuple(map(int, peft.__version__.split(".")[:2])) >= (0, 21):  # 0.17 mistakes the shape of a single expert
+        names.append("shared.values")
     adapted = peft.get_peft_model(
         upcycled(), peft.LoraConfig(target_modules=[], target_parameters=names, r=2, init_lora_weights=False)
     )
@@ -176,8 +178,7 @@ def test_weights_that_are_not_here_are_not_upcycled(tmp_path):
 
 
 def test_a_model_without_any_weights_gets_layers_without():
-    with torch.device("meta"):
-        model = upcycle(build("timm"), [1], K, B)
+    model = upcycle(build("timm").to("meta"), [1], K, B)
     assert all(p.is_meta for p in model.parameters())
     (layer,) = moe_layers(model).values()
     with pytest.raises(UserError, match="forward pass of the layer needs weights that are not in memory"):

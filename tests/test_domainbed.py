@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -27,8 +28,10 @@ from unifmoe_dist.data.image_folders import list_images
 from unifmoe_dist.data.images import MEAN, STD, EvaluationTransform, TrainingTransform
 from unifmoe_dist.data.vision_backbone import build_backbone
 from unifmoe_dist.engine.batches import TrainBatches, evaluation_batches
+from unifmoe_dist.engine.build import build_optimizer, install_layers
 from unifmoe_dist.engine.cli import load_train_config, parse_train_config
 from unifmoe_dist.engine.export import export, load_exported
+from unifmoe_dist.engine.ranks import Ranks
 from unifmoe_dist.engine.read_ahead import read_ahead
 from unifmoe_dist.engine.trainer import choose_folder
 from unifmoe_dist.errors import UserError
@@ -316,6 +319,51 @@ def assert_equal(first, second):
         assert_equal(one, other)
 
 
+def test_draws_with_replacement(pacs):
+    """As DomainBed's sampler: every item of a batch is any item of the environment, whatever came before."""
+    task = domainbed_task("pacs", "photo", pacs, image_size=16)
+    plain, drawn = (TrainBatches(task, 8, 7, 0, 1, 1, replacement=r) for r in (False, True))
+    size = len(task.train[1])
+    epochs = [i for step in range(size) for i in plain.indices(1, step)]
+    assert all(sorted(epochs[e * size : (e + 1) * size]) == list(range(size)) for e in range(8))
+    draws = [drawn.indices(1, step) for step in range(600)]
+    counts = torch.bincount(torch.tensor(draws).flatten(), minlength=size).double()
+    mean = counts.sum() / size
+    chi_square = float(((counts - mean) ** 2 / mean).sum())
+    assert abs(chi_square - (size - 1)) < 6 * (2 * (size - 1)) ** 0.5
+    repeats = sum(len(set(batch)) < 8 for batch in draws) / 600
+    expected = 1 - math.prod((size - i) / size for i in range(8))
+    assert abs(repeats - expected) < 6 * (expected * (1 - expected) / 600) ** 0.5
+    assert draws[3] == TrainBatches(task, 8, 7, 0, 1, 1, replacement=True).indices(1, 3) != drawn.indices(0, 3)
+    halves = [tensors_of(TrainBatches(task, 8, 7, half, 2, 1, replacement=True).step(3)) for half in (0, 1)]
+    assert_equal([half[0] for half in halves], tensors_of(TrainBatches(task, 8, 7, 0, 1, 2, replacement=True).step(3)))
+
+
+@pytest.mark.parametrize("moe", ["unif", "gmoe", "none"])
+def test_its_adam_decays_everything(moe):
+    """After some steps the weights are those of `torch.optim.Adam(model.parameters(), lr, weight_decay=...)`."""
+    words = ["--config", str(ROOT / "configs/domainbed/terraincognita.yaml"), "--data.held_out", "L38",
+             "--model.moe", moe, "--model.layers", "[1]", "--optim.weight_decay", "0.1"]  # fmt: skip
+    config = parse_train_config(words)
+    models, ranks = [], Ranks(0, 1, torch.device("cpu"))
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(install_layers(config, build_backbone(TINY, 7, 32, "none")).eval())
+    ours = build_optimizer(config, models[0], ranks)
+    images = torch.randn(2, 3, 32, 32)
+    theirs = torch.optim.Adam(models[1].parameters(), lr=config.optim.lr, weight_decay=0.1)
+    for _ in range(2):
+        for model, optimizer in zip(models, (ours, theirs), strict=True):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(images), torch.tensor([1, 2])).backward()
+            optimizer.step()
+    for (name, mine), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(mine, other), name
+    config.optim.decay = "matrices"
+    exempt = [group for group in build_optimizer(config, models[0], ranks).param_groups if not group["weight_decay"]]
+    assert len(exempt) == 1 and len(exempt[0]["params"]) > 50
+
+
 def test_workers_change_no_batch_and_no_random_state(pacs):
     ((result, untouched),) = run_ranks(1, read_in_both_ways, str(pacs))
     assert untouched
@@ -469,13 +517,15 @@ def test_configurations_hold_the_papers_settings(name):
     )
     assert (model.backbone, model.layers) == ("deit_small_patch16_224", [8, 10])
     assert (model.moe, model.num_experts, model.num_blocks) == ("unif", 6, 8)
-    assert (model.dropout, model.drop_path, data.image_size, data.split_seed) == (0.1, 0.1, 224, None)
-    assert config.eval_every == (1000 if name == "domainnet" else 300)
+    assert (model.hidden_dropout, model.dropout, model.drop_path) == (0.1, 0.0, 0.1)
+    assert (data.image_size, data.split_seed, data.sampling, optim.decay) == (224, None, "replacement", "all")
+    assert config.eval_every == (500 if name == "domainnet" else 300)
 
 
 @pytest.mark.parametrize(
     "name,value",
-    [("data.workers", "-1"), ("data.image_size", "0"), ("model.dropout", "1"), ("model.drop_path", "-0.1")],
+    [("data.workers", "-1"), ("data.image_size", "0"), ("model.dropout", "1"), ("model.drop_path", "-0.1"),
+     ("model.hidden_dropout", "1"), ("model.hidden_dropout", "-0.1")],
 )
 def test_values_out_of_range_are_refused(name, value):
     with pytest.raises(UserError, match=name):

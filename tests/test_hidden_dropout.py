@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
+import warnings
 from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
 import pytest
+import timm
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
@@ -17,10 +20,14 @@ from ranks import run_ranks
 from sharded import sharded_layer, whole_layer
 from torch.utils.checkpoint import checkpoint
 
-from unifmoe_dist import UniFMoEConfig, UniFMoELayer
+from unifmoe_dist import UniFMoEConfig, UniFMoELayer, upcycle
+from unifmoe_dist.baselines import MOE_LAYERS, LayerOptions, upcycle_baseline
+from unifmoe_dist.engine.build import install_layers
+from unifmoe_dist.engine.cli import parse_train_config
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.kernels import HiddenDropout, grouped, grouped_block_ffn, reference_block_ffn, use_kernels
+from unifmoe_dist.upcycling import moe_layers
 
 
 def draw(rate: float, seed: int = 0) -> HiddenDropout:
@@ -202,6 +209,66 @@ def test_token_masks_edges_and_bad_rates():
     for rate in (1, 1.0, -0.1, float("nan"), "0.1", True):
         with pytest.raises(UserError, match="hidden_dropout must be at least 0 and below 1"):
             UniFMoEConfig(16, 24, 3, 4, hidden_dropout=rate)
+
+
+def bert(**more) -> torch.nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    shape = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+                       hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **more)  # fmt: skip
+    return BertForSequenceClassification(shape).train()
+
+
+@pytest.mark.parametrize("method", ["unif", *MOE_LAYERS])
+def test_upcycled_models_of_every_method_drop_and_reload(method, tmp_path):
+    """The experts alone: a dense twin drops nothing. Configs note the rate, and older ones, which do not, mean 0."""
+    ids = torch.arange(12).view(2, 6)
+
+    def varies(model: torch.nn.Module) -> bool:
+        router_noise = [layer for layer in moe_layers(model).values() if hasattr(layer, "gate_noise")]
+        for layer in router_noise:
+            layer.gate_noise = 0.0
+        return not torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+
+    def converted(rate: float) -> torch.nn.Module:
+        if method == "unif":
+            return upcycle(bert(), [1], 4, 4, hidden_dropout=rate)
+        return upcycle_baseline(bert(), method, [1], LayerOptions(4, 4, hidden_dropout=rate))
+
+    model = converted(0.5)
+    assert varies(model) and not varies(converted(0.0)) and not varies(bert())
+    assert not varies(model.eval())
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert [layer.config.hidden_dropout for layer in moe_layers(again).values()] == [0.5]
+    assert varies(again.train())
+    noted = json.loads((tmp_path / "config.json").read_text())
+    del noted["unif_moe"][0]["hidden_dropout"]
+    (tmp_path / "config.json").write_text(json.dumps(noted))
+    older = type(model).from_pretrained(tmp_path)
+    assert [layer.config.hidden_dropout for layer in moe_layers(older).values()] == [0.0]
+
+
+def test_a_timm_model_is_told_what_it_loses():
+    def vit() -> torch.nn.Module:
+        return timm.create_model("test_vit", proj_drop_rate=0.25)
+
+    with pytest.warns(UserWarning, match=r"is left out .* hidden_dropout=0.25"):
+        upcycle(vit(), [1], 4, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = upcycle(vit(), [1], 4, 4, hidden_dropout=0.25)
+    assert [layer.config.hidden_dropout for layer in moe_layers(model).values()] == [0.25]
+
+
+@pytest.mark.parametrize("method", ["unif", "gmoe", "mass"])
+def test_the_option_reaches_the_layers(method):
+    words = ["--data.task", "digits", "--model.moe", method, "--model.hidden_dropout", "0.2", "--model.layers", "[1]"]
+    config = parse_train_config(words)
+    config.validate(1)
+    layers = moe_layers(install_layers(config, timm.create_model("test_vit")))
+    assert [layer.config.hidden_dropout for layer in layers.values()] == [0.2]
 
 
 SHAPE = UniFMoEConfig(12, 40, 4, 10)

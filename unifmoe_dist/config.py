@@ -225,6 +225,8 @@ class DataConfig:
         split_seed: Seed of the 80/20 in/out splits; null takes the run's seed.
         batch_size: Items per training environment and step, over all ranks together.
         eval_batch_size: Items per rank and evaluation step.
+        sampling: How training items are drawn: in epochs, each item once before any comes again; or with replacement,
+            as DomainBed does.
         workers: Processes per rank that read and transform images ahead of time; 0 does it between steps.
         image_size: Side of DomainBed's images after cropping or resizing, in pixels.
     """
@@ -235,6 +237,7 @@ class DataConfig:
     split_seed: int | None = None
     batch_size: int = 16
     eval_batch_size: int = 64
+    sampling: Literal["epochs", "replacement"] = "epochs"
     workers: int = 0
     image_size: int = 224
 
@@ -328,7 +331,8 @@ class OptimConfig:
     Args:
         name: Optimiser.
         lr: Peak learning rate.
-        weight_decay: Decoupled (adamw) or L2 (adam, sgd) weight decay of matrices; vectors and routers have none.
+        weight_decay: Decoupled (adamw) or L2 (adam, sgd) weight decay.
+        decay: What is decayed: matrices, so neither biases nor norms nor routers; or all, as in DomainBed.
         betas: Adam's two decay rates.
         momentum: Momentum of SGD.
         schedule: Learning-rate schedule after warm-up.
@@ -343,6 +347,7 @@ class OptimConfig:
     name: Literal["adamw", "adam", "sgd"] = "adamw"
     lr: float = 2e-3
     weight_decay: float = 0.05
+    decay: Literal["matrices", "all"] = "matrices"
     betas: tuple[float, float] = (0.9, 0.999)
     momentum: float = 0.0
     schedule: Literal["cosine", "linear", "constant"] = "cosine"

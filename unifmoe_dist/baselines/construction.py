@@ -43,6 +43,7 @@ class LayerOptions:
         mass_window: Steps over which an expert's gradient is watched; None takes the authors' share (mass).
         mass_warmup: Steps before an expert's gradient is judged; None too (mass).
         mass_untried: Copies that there may be before the last one is tried (mass).
+        hidden_dropout: Dropout of the experts' hidden channels in training.
     """
 
     num_experts: int = 6
@@ -57,6 +58,7 @@ class LayerOptions:
     mass_window: int | None = None
     mass_warmup: int | None = None
     mass_untried: int = 0
+    hidden_dropout: float = 0.0
 
     @classmethod
     def from_saved(cls, method: str, saved: Mapping[str, Any]) -> LayerOptions:
@@ -168,4 +170,5 @@ def layer_maker(
 def _make(
     build: Builder, options: LayerOptions, group: ProcessGroup | None, dispatcher: str, ffn: DenseFFN
 ) -> ExpertLayer:
-    return build({**ffn.shape(), "num_blocks": options.num_blocks}, options, group, dispatcher)
+    shape = {**ffn.shape(), "num_blocks": options.num_blocks, "hidden_dropout": options.hidden_dropout}
+    return build(shape, options, group, dispatcher)

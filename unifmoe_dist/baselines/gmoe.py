@@ -51,8 +51,9 @@ class GMoELayer(GatedExpertLayer[NoisyTopKConfig]):
 
     In training, noise of deviation `gate_noise` / K is added to the logits, and the auxiliary loss is
     (importance + load) / 2 with weight 0.01, both as in the original: see `load_importance_loss` for what load is. The
-    paper's setting is 6 experts, k = 2, in layers 8 and 10 of 12; the released code has k = 1. No token is dropped,
-    where the original has a capacity factor of 1.5.
+    paper's setting is 6 experts, k = 2, in layers 8 and 10 of 12; the released code has k = 1, and dropout of 0.1 on
+    the experts' hidden channels, which is `hidden_dropout`. No token is dropped, where the original has a capacity
+    factor of 1.5.
 
     With K = 16 and k of 1, 2, 4 or 8 in BERT-large it is the "MoE" of DynMoE's GLUE scripts (`--gate_type cosine_top`).
     """

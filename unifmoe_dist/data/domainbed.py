@@ -44,7 +44,7 @@ def domainbed_task(
         image_size: Side of the images, in pixels.
         backbone: A ViT of timm's registry; by default DeiT-S/16.
         pretrained: See `build_backbone`.
-        dropout: Hidden dropout.
+        dropout: Dropout of embeddings and of the outputs of attention and FFNs.
         drop_path: Stochastic-depth rate.
 
     Returns:

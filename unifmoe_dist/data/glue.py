@@ -28,7 +28,7 @@ def glue_task(
         name: cola, mrpc, qnli, mnli (matched) or rte.
         root: Folder of the data, or its parent, in any layout of `read_glue`; None reads the hub.
         encoder: Backbone and tokenizer; BERT-large-cased from the hub by default.
-        dropout: Hidden dropout of the backbone.
+        dropout: Dropout of the backbone's embeddings and outputs.
 
     Returns:
         One training environment; `collate` gives `input_ids`, `attention_mask` and, where the tokenizer uses them,

@@ -28,8 +28,8 @@ def build_backbone(
 ) -> nn.Module:
     """A timm ViT with a new classifier, drawn from torch's global generator.
 
-    `dropout` follows the field's hidden dropout (`hidden_dropout_prob` of Transformers): on the embeddings and on the
-    output of every attention and FFN, not on the FFN's hidden channels. So dense and upcycled models drop the same.
+    `dropout` acts throughout, as Transformers' `hidden_dropout_prob`: on the embeddings and on the output of every
+    attention and FFN, not on the FFN's hidden channels. So dense and upcycled models drop the same.
 
     Args:
         name: Name in timm's registry.
@@ -37,7 +37,7 @@ def build_backbone(
         image_size: Side of the images, in pixels; position embeddings are resized to it.
         pretrained: None takes timm's weights from its hub, "none" random ones; otherwise a file (.safetensors, or .pth
             as DeiT publishes them) or a folder that holds one.
-        dropout: Hidden dropout.
+        dropout: Dropout of embeddings and outputs.
         drop_path: Largest stochastic-depth rate; it rises linearly with depth.
 
     Raises:

@@ -64,6 +64,7 @@ class TrainBatches:
         world_size: Number of ranks.
         micro_batches: Parts into which a rank's share is cut.
         workers: Processes that read ahead; they change no batch.
+        replacement: Draw every item anew from its whole environment, in place of epochs.
     """
 
     def __init__(
@@ -75,10 +76,11 @@ class TrainBatches:
         world_size: int,
         micro_batches: int,
         workers: int = 0,
+        replacement: bool = False,
     ) -> None:
         self.task, self.batch_size, self.seed = task, batch_size, seed
         self.rank, self.world_size, self.micro_batches = rank, world_size, micro_batches
-        self.workers = workers
+        self.workers, self.replacement = workers, replacement
         self._read = BatchReader(task.train, task.collate, task.augment)
         self._permutation = lru_cache(maxsize=4 * len(task.train))(self._permutation_of_epoch)
         self._stream: Generator[Batch, None, None] | None = None
@@ -91,6 +93,9 @@ class TrainBatches:
     def indices(self, environment: int, step: int) -> list[int]:
         """Global batch of one environment at one step; epochs follow each other without a gap."""
         size = len(self.task.train[environment])  # type: ignore[arg-type]
+        if self.replacement:
+            generator = _generator(self.seed, environment, step, _REPLACEMENT)
+            return torch.randint(size, (self.batch_size,), generator=generator).tolist()
         first = step * self.batch_size
         return [
             self._permutation(environment, i // size)[i % size] for i in range(first, first + self.batch_size)
@@ -131,6 +136,10 @@ class TrainBatches:
                 for environment, order in enumerate(orders)
                 for position in range(first, first + share)
             ]
+
+
+_REPLACEMENT = 1
+"""Sets the numbers of draws with replacement apart from those of the epochs' orders."""
 
 
 def _generator(*numbers: int) -> torch.Generator:

@@ -152,6 +152,7 @@ def install_layers(config: TrainConfig, model: nn.Module, ranks: Ranks | None = 
             dispatcher="auto" if ranks is None else config.model.dispatcher,
             capacity_factor=config.model.capacity_factor, shared_demand=config.model.shared_demand,
             fixed_experts=config.model.fixed_experts, block_choice=config.model.block_choice,
+            hidden_dropout=config.model.hidden_dropout,
         )  # fmt: skip
         for layer in moe_layers(model).values():
             layer.auxiliary_weight = config.optim.lambda_div
@@ -185,7 +186,7 @@ def layer_options(config: TrainConfig) -> LayerOptions:
         mass_threshold=model.mass_threshold, expansion_steps=mass.expansion_steps,
         mass_window=mass.window if model.mass_window is None else model.mass_window,
         mass_warmup=mass.warmup if model.mass_warmup is None else model.mass_warmup,
-        mass_untried=recipe.untried,
+        mass_untried=recipe.untried, hidden_dropout=model.hidden_dropout,
     )  # fmt: skip
 
 
@@ -226,14 +227,18 @@ def mark_experts(model: nn.Module, ranks: Ranks) -> None:
 
 
 def parameter_groups(
-    model: nn.Module, weight_decay: float, expert_group_name: str | None = None
+    model: nn.Module, weight_decay: float, expert_group_name: str | None = None, decay: str = "matrices"
 ) -> list[dict[str, Any]]:
-    """An optimiser's groups: routers, biases and norms are not decayed, sharded experts form groups of their own."""
+    """An optimiser's groups; sharded experts form groups of their own.
+
+    Of "matrices", biases, norms and routers are not decayed; otherwise everything is.
+    """
     kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             plain = ".router." in f".{name}" or name.endswith("bias") or parameter.ndim < 2
-            kinds.setdefault((not plain, not getattr(parameter, "allreduce", True)), []).append(parameter)
+            kind = decay == "all" or not plain, not getattr(parameter, "allreduce", True)
+            kinds.setdefault(kind, []).append(parameter)
     groups = []
     for (decayed, sharded), parameters in kinds.items():
         group: dict[str, Any] = {"params": parameters, "weight_decay": weight_decay if decayed else 0.0}
@@ -245,7 +250,7 @@ def parameter_groups(
 
 def build_optimizer(config: TrainConfig, model: nn.Module, ranks: Ranks) -> torch.optim.Optimizer:
     """The optimiser over `parameter_groups`."""
-    groups = parameter_groups(model, config.optim.weight_decay, ranks.expert_group_name)
+    groups = parameter_groups(model, config.optim.weight_decay, ranks.expert_group_name, config.optim.decay)
     optim = config.optim
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)

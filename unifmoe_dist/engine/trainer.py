@@ -224,7 +224,7 @@ class Trainer:
         self.dtype = next(p.dtype for p in self.model.parameters() if p.is_floating_point())
         self.batches = TrainBatches(
             self.task, config.data.batch_size, config.seed, ranks.rank, ranks.world_size,
-            config.parallel.gradient_accumulation, config.data.workers,
+            config.parallel.gradient_accumulation, config.data.workers, config.data.sampling == "replacement",
         )  # fmt: skip
         self.step, self.seconds, self.selection = 0, 0.0, Selection()
         self.skipped, self.saved_step, self.latest = 0, -1, ""

@@ -161,6 +161,7 @@ class _GroupedBlockFFN(torch.autograd.Function):
             if kept is not None:
                 weighted.mul_(kept)
             grad_values[groups] = grouped_outer(weighted, grad_R, *split)
+            del weighted, kept
             grad_keys[groups] = grouped_outer(grad_pre, x_R, *split)
             if grad_key_bias is not None:
                 grad_key_bias[groups].index_add_(0, chunk.owner, grad_pre.to(accumulate))

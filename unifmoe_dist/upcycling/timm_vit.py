@@ -16,8 +16,8 @@ from unifmoe_dist.upcycling.base import DenseFFN
 class TimmViT:
     """`blocks[i].mlp` becomes the layer, followed by the block's output dropout where that is above 0.
 
-    Dropout on the hidden channels (`Mlp.drop1`) has no counterpart in block-sparse experts: it is left out,
-    with a warning. timm's `proj_drop_rate` sets both.
+    Dropout on the hidden channels (`Mlp.drop1`) is the layer's `hidden_dropout`, which `upcycle` is told; a model that
+    drops while the layer does not gets a warning. timm's `proj_drop_rate` sets both.
     """
 
     name = "ViT/DeiT (timm)"
@@ -42,12 +42,12 @@ class TimmViT:
             )
         return DenseFFN.of(mlp.fc1, mlp.act, mlp.fc2)
 
-    def install(self, block: Any, layer: nn.Module) -> None:
+    def install(self, block: Any, layer: Any) -> None:
         mlp = block.mlp
-        if mlp.drop1.p > 0:
+        if mlp.drop1.p > 0 and layer.config.hidden_dropout == 0:
             warnings.warn(
-                f"Dropout {mlp.drop1.p} on the FFN's hidden channels is left out of the UniF-MoE layer; "
-                f"dropout {mlp.drop2.p} on its output is kept.",
+                f"Dropout {mlp.drop1.p} on the FFN's hidden channels is left out of the UniF-MoE layer; give "
+                f"hidden_dropout={mlp.drop1.p} to have it there. Dropout {mlp.drop2.p} on its output is kept.",
                 stacklevel=4,
             )
         block.mlp = nn.Sequential(layer, mlp.drop2).train(mlp.training) if mlp.drop2.p > 0 else layer

@@ -50,7 +50,8 @@ def upcycle(
         expert_group: Ranks that share the residual experts; None keeps all of them here.
         dispatcher: How tokens reach experts on other ranks: auto, local, alltoall or tutel.
         router_seed: Seed of the new routers; None draws from torch's global generator.
-        choices: `capacity_factor`, `shared_demand`, `fixed_experts` and `block_choice` of `UniFMoEConfig`.
+        choices: `capacity_factor`, `shared_demand`, `fixed_experts`, `block_choice` and `hidden_dropout` (0.0) of
+            `UniFMoEConfig`.
 
     Returns:
         The same model.

@@ -90,7 +90,7 @@ def estimate(config: TrainConfig, ranks: int = 1, gpu: bool = True, load: Load |
                 group["params"], bool(group.get("moe")), ranks // size if group.get("moe") else ranks,
                 group["weight_decay"] > 0,
             )
-            for group in build.parameter_groups(algorithm, config.optim.weight_decay)
+            for group in build.parameter_groups(algorithm, config.optim.weight_decay, decay=config.optim.decay)
         ]  # fmt: skip
         live = LiveBytes(device)
         engine = EngineMemory(

@@ -120,7 +120,7 @@ class ExpertsStandIn(nn.Module):
             return _fused(x, gates, blocks, weights, None)
         return _Grouped.apply(
             x, gates, blocks, weights.keys, weights.values, weights.key_bias, weights.value_bias, weights.num_blocks,
-            round(rows), torch.is_grad_enabled(),
+            round(rows), torch.is_grad_enabled(), self.layer.training and self.layer.config.hidden_dropout > 0,
         )  # fmt: skip
 
 
@@ -133,7 +133,7 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0913
         ctx: Any, x: Tensor, gates: Tensor, blocks: Tensor, keys: Tensor, values: Tensor, key_bias: Tensor | None,
-        value_bias: Tensor | None, num_blocks: int, rows: int, recording: bool,
+        value_bias: Tensor | None, num_blocks: int, rows: int, recording: bool, dropout: bool,
     ) -> Tensor:  # fmt: skip
         width, wide = keys.shape[1] // num_blocks, grouped._accumulator(x.dtype)
         lists = [x.new_empty((count,), dtype=torch.int64) for count in (2 * rows, rows, rows)]
@@ -146,12 +146,13 @@ class _Grouped(torch.autograd.Function):
             pre = x.new_empty((count, width))
             del gathered
             hidden = pre * torch.empty_like(pre)
+            kept_channels = torch.empty_like(pre) if dropout else None
             out = x.new_empty((count, x.shape[1]))
             added = out.to(wide)
-            del hidden, out, added
+            del hidden, kept_channels, out, added
             if kept:
                 channels.append(pre)
-        ctx.width = width
+        ctx.width, ctx.dropout = width, dropout
         ctx.save_for_backward(x, gates, keys, values, key_bias, value_bias, *channels)
         return y.to(x.dtype)
 
@@ -165,7 +166,9 @@ class _Grouped(torch.autograd.Function):
         for count in ctx.chunks:
             rows = [x.new_empty((count, x.shape[1])) for _ in range(2)]
             # Gradients after and before the activation, the hidden channels, and those before where they were not kept.
-            channel = [x.new_empty((count, ctx.width)) for _ in range(3 if channels else 4)]
+            # With dropout also what is kept of them.
+            number = (3 if channels else 4) + ctx.dropout
+            channel = [x.new_empty((count, ctx.width)) for _ in range(number)]
             # The gates' gradient multiplies two of them in the wide type.
             inner = [x.new_empty((count, ctx.width), dtype=wide) for _ in range(1 if wide == x.dtype else 3)]
             del inner
@@ -174,7 +177,7 @@ class _Grouped(torch.autograd.Function):
             out = x.new_empty((count, x.shape[1]))
             added = out.to(wide)
             del rows, channel, out, added
-        return (grad_x.to(x.dtype), grad_gates.to(gates.dtype), None, *weights, None, None, None)
+        return (grad_x.to(x.dtype), grad_gates.to(gates.dtype), None, *weights, None, None, None, None)
 
 
 def _chunk_sizes(rows: int, groups: int) -> list[int]:

@@ -81,12 +81,14 @@ GATES = {"topk": topk, "gmoe": gmoe, "emoe": emoe, "emoe_learn": emoe_learn, "dy
 def layer_output(method: str, x: Tensor, p: Parameters, **options) -> tuple[Tensor, list[list[int]]]:
     """y (N, d) for tokens (N, d), and the experts of every token."""
     rows, used = [], []
+    experts = len(p["experts.keys"])
+    key_bias, value_bias = (p[f"experts.{name}"].view(experts, -1) for name in ("key_bias", "value_bias"))
     for token in x:
         coefficients = GATES[method](token, p, **options)
         y = torch.zeros_like(token)
         for e, coefficient in coefficients.items():
-            hidden = F.gelu(p["experts.keys"][e] @ token + p["experts.key_bias"][e])
-            y = y + coefficient * (hidden @ p["experts.values"][e] + p["experts.value_bias"][e])
+            hidden = F.gelu(p["experts.keys"][e] @ token + key_bias[e])
+            y = y + coefficient * (hidden @ p["experts.values"][e] + value_bias[e])
         rows.append(y)
         used.append(sorted(coefficients))
     return torch.stack(rows), used

@@ -37,8 +37,9 @@ def dense_parameters(layer: UniFMoELayer) -> list[torch.nn.Parameter]:
 
 
 def held_here(whole: torch.Tensor, layer: UniFMoELayer) -> torch.Tensor:
-    """The part of a (K, ...) tensor of all experts that belongs to this rank."""
-    return whole[layer.first_expert : layer.first_expert + layer.experts.keys.shape[0]]
+    """The part of a tensor of all experts, one after another, that belongs to this rank."""
+    share = len(whole) // layer.config.num_experts
+    return whole[layer.first_expert * share : (layer.first_expert + layer.experts.keys.shape[0]) * share]
 
 
 def assert_equals_whole(layer, whole, parts, place, group, **close):

@@ -69,8 +69,8 @@ def test_outputs_and_gradients_match_the_equations(n, experts, factor, seed, spr
     torch.testing.assert_close(y.double(), want, **close)
     torch.testing.assert_close(x.grad.double(), wants[0], **close)
     torch.testing.assert_close(layer.router.weight.grad.double(), wants[1], **close)
-    torch.testing.assert_close(layer.shared.value_bias.grad.double(), wants[2][None], **close)
-    torch.testing.assert_close(layer.experts.value_bias.grad.double(), torch.stack(wants[3:]), **close)
+    torch.testing.assert_close(layer.shared.value_bias.grad.double(), wants[2], **close)
+    torch.testing.assert_close(layer.experts.value_bias.grad.double(), torch.cat(wants[3:]), **close)
 
     summary = UsageSummary.from_totals(layer.usage.totals, experts)
     chosen = int((layer.route(x).gates != 0).sum())

@@ -61,10 +61,10 @@ def layer_grads(layer: UniFMoELayer) -> list[list[torch.Tensor]]:
         for e in range(bank.keys.shape[0]):
             tensors = [bank.keys.grad[e]]
             if bank.key_bias is not None:
-                tensors.append(bank.key_bias.grad[e])
+                tensors.append(bank.by_expert(bank.key_bias.grad)[e])
             tensors.append(bank.values.grad[e].T)
             if bank.value_bias is not None:
-                tensors.append(bank.value_bias.grad[e])
+                tensors.append(bank.by_expert(bank.value_bias.grad)[e])
             result.append(tensors)
     return result
 

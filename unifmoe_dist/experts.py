@@ -7,12 +7,21 @@ so block b is the contiguous slice b*M .. (b+1)*M of both, and a grouped product
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.lending import Lender
+
+BIASES = ("key_bias", "value_bias")
+"""Parameters of `BlockExperts` in one dimension: (E * H,) and (E * D,)."""
+
+
+def bias_like(saved: Tensor, own: Tensor) -> Tensor:
+    """A saved bias in the shape in which it is held; older files have (E, H) or (E, D)."""
+    return saved.reshape(own.shape) if saved.ndim <= 2 and saved.numel() == own.numel() else saved
 
 
 @dataclass(frozen=True)
@@ -51,8 +60,9 @@ class BlockExperts(Lender):
         self.activation = activation
         self.keys = nn.Parameter(torch.empty(num_experts, hidden_dim, model_dim))
         self.values = nn.Parameter(torch.empty(num_experts, hidden_dim, model_dim))
-        self.key_bias = nn.Parameter(torch.empty(num_experts, hidden_dim)) if bias else None
-        self.value_bias = nn.Parameter(torch.empty(num_experts, model_dim)) if bias else None
+        # One expert after another in one dimension, by which optimisers tell biases from matrices.
+        self.key_bias = nn.Parameter(torch.empty(num_experts * hidden_dim)) if bias else None
+        self.value_bias = nn.Parameter(torch.empty(num_experts * model_dim)) if bias else None
 
     def initialise(self, weights: tuple[Tensor, Tensor | None, Tensor, Tensor | None]) -> None:
         """Copy one dense FFN into every expert."""
@@ -60,7 +70,31 @@ class BlockExperts(Lender):
             self.load(index, *weights)
 
     def weights(self) -> ExpertWeights:
-        return ExpertWeights(self.keys, self.values, self.key_bias, self.value_bias, self.num_blocks, self.activation)
+        key_bias, value_bias = self.by_expert(self.key_bias), self.by_expert(self.value_bias)
+        return ExpertWeights(self.keys, self.values, key_bias, value_bias, self.num_blocks, self.activation)
+
+    def by_expert(self, bias: Tensor | None) -> Tensor | None:
+        """(E, H) or (E, D) view of a bias, or of its gradient."""
+        return None if bias is None else bias.view(self.keys.shape[0], -1)
+
+    def rows(self, parameter: nn.Parameter, index: int) -> list[int]:
+        """Rows, along its first dimension, of a parameter that belong to expert `index` of those held here."""
+        share = parameter.shape[0] // self.keys.shape[0]
+        return list(range(index * share, (index + 1) * share))
+
+    def stack_biases(self) -> None:
+        """Hold biases as (E, H) and (E, D), as older versions did, where a file with such shapes is to be read."""
+        for name in BIASES:
+            bias = getattr(self, name)
+            if bias is not None:
+                setattr(self, name, nn.Parameter(bias.detach().view(self.keys.shape[0], -1), bias.requires_grad))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
+        """Biases of either shape are taken."""
+        for name in BIASES:
+            if getattr(self, name) is not None and prefix + name in state_dict:
+                state_dict[prefix + name] = bias_like(state_dict[prefix + name], getattr(self, name))
+        super()._load_from_state_dict(state_dict, prefix, *more)
 
     @torch.no_grad()
     def load(self, index: int, up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None) -> None:
@@ -81,15 +115,15 @@ class BlockExperts(Lender):
                 raise UserError(f"{name} was given, but this layer was made with bias=False.")
         self.keys[index].copy_(up)
         self.values[index].copy_(down.T)
-        for own, bias in ((self.key_bias, up_bias), (self.value_bias, down_bias)):
-            if own is not None:
-                own[index].copy_(bias) if bias is not None else own[index].zero_()
+        for rows, bias in ((self.by_expert(self.key_bias), up_bias), (self.by_expert(self.value_bias), down_bias)):
+            if rows is not None:
+                rows[index].copy_(bias) if bias is not None else rows[index].zero_()
 
     def read(self, index: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """Expert `index` in nn.Linear layouts: (H, D), (H,), (D, H), (D,). Copies, detached."""
         self.require_weights("ffn_weights")
-        key_bias = None if self.key_bias is None else self.key_bias[index].detach().clone()
-        value_bias = None if self.value_bias is None else self.value_bias[index].detach().clone()
+        biases = (self.by_expert(self.key_bias), self.by_expert(self.value_bias))
+        key_bias, value_bias = (None if bias is None else bias[index].detach().clone() for bias in biases)
         return self.keys[index].detach().clone(), key_bias, self.values[index].detach().T.contiguous(), value_bias
 
     def prototypes(self) -> Tensor:

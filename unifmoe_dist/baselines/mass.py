@@ -223,7 +223,7 @@ class MASSLayer(DynamicExpertLayer[MASSConfig]):
         changes += [ChangedRows(router, [slot], True), ChangedRows(router, [expert], False)]
         mine, copy = self._held_here(expert), self._held_here(slot)
         if copy is not None:
-            changes += [ChangedRows(parameter, [copy], True) for parameter in self.experts.parameters()]
+            changes += [ChangedRows(p, self.experts.rows(p, copy), True) for p in self.experts.parameters()]
         if mine is not None:
             self.experts.keys[mine] = _along(watch.keys[mine], self.experts.keys[mine])
             changes.append(ChangedRows(self.experts.keys, [mine], False))

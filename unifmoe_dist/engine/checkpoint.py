@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from unifmoe_dist.engine import optimizer_state
 from unifmoe_dist.engine.ranks import Ranks
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.experts import BIASES, bias_like
 from unifmoe_dist.upcycling import moe_layers
 
 FORMAT = 1
@@ -70,9 +71,9 @@ def expert_names(model: nn.Module) -> Places:
     """Names of residual-expert parameters -> (checkpoint prefix, first global expert held here, experts held here)."""
     found = {}
     for layer_name, layer in moe_layers(model).items():
-        for name, parameter in layer.experts.named_parameters():
+        for name, _ in layer.experts.named_parameters():
             prefix = f"{layer_name}.experts" if layer_name else "experts"
-            found[f"{prefix}.{name}"] = (prefix, layer.first_expert, parameter.shape[0])
+            found[f"{prefix}.{name}"] = (prefix, layer.first_expert, layer.experts.keys.shape[0])
     return found
 
 
@@ -90,6 +91,8 @@ def split_by_expert(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, T
             result[name] = tensor
             continue
         prefix, first, count = experts[name]
+        if tensor.ndim == 1:  # a bias
+            tensor = tensor.view(count, -1)
         result.update({_expert_key(name, prefix, first + i): tensor[i] for i in range(count)})
     return result
 
@@ -306,6 +309,11 @@ class _Tensors:
         )
 
 
+def _shaped(tensor: Tensor, name: str, own: Tensor) -> Tensor:
+    """A bias of experts as the model holds it; files have one row an expert, older ones of the shared expert too."""
+    return bias_like(tensor, own) if name.rsplit(".", 1)[-1] in BIASES else tensor
+
+
 def load_weights(folder: Path, model: nn.Module, start: str = "") -> None:
     """Copy the weights into a model built the same way, at this rank's share of the experts.
 
@@ -316,7 +324,7 @@ def load_weights(folder: Path, model: nn.Module, start: str = "") -> None:
     """
     tensors, places = _Tensors(folder, optimizer=False), expert_names(model)
     own = model.state_dict()
-    state = {name: tensors.read_for(places, name, start) for name in own}
+    state = {name: _shaped(tensors.read_for(places, name, start), name, own[name]) for name in own}
     resized = {f"{name}.{each}".lstrip(".") for name, layer in moe_layers(model).items() for each in layer.resized}
     for name, tensor in state.items():
         if tensor.shape != own[name].shape and name not in resized:
@@ -342,7 +350,9 @@ def load(
         places = expert_names(part)
         for name, parameter in part.named_parameters():
             if parameter.requires_grad:
-                state = {kind: tensors.read_for(places, name, start, f"/{kind}") for kind in kinds}
+                state = {
+                    kind: _shaped(tensors.read_for(places, name, start, f"/{kind}"), name, parameter) for kind in kinds
+                }
                 states[parameter] = state
     optimizer_state.restore(engine, states, progress["optimizer_scalars"])
     # One rate for all groups: their number differs between layouts, as sharded experts form groups of their own.

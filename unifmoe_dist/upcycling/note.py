@@ -42,7 +42,7 @@ def note(model: nn.Module, entry: dict[str, Any], group: ProcessGroup | None) ->
     old = getattr(model, "config", None)
     size = 1 if group is None else distributed.get_world_size(group)
     if hasattr(old, "to_json_string"):
-        _extend(model, [{**entry, "expert_parallel_size": size}])
+        _extend(model, [{**entry, "expert_parallel_size": size, "flat_biases": True}])
 
 
 def adopt(model: nn.Module, entries: list[dict[str, Any]]) -> None:

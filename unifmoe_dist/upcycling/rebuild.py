@@ -50,6 +50,11 @@ def rebuild(model: nn.Module) -> None:
         missing = [index for index in kept if not moe_layers(blocks[index])]
         if missing:
             convert(model, missing, _maker(note))
+            if not note.get("flat_biases"):  # from_pretrained compares shapes, and the files have the older ones
+                for index in missing:
+                    for layer in moe_layers(blocks[index]).values():
+                        for bank in layer.banks():
+                            bank.stack_biases()
 
 
 def _maker(note: dict[str, Any]) -> Callable[[DenseFFN], ExpertLayer]:

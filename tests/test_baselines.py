@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from gates import layer_output
 from jobs import run_job
 from ranks import run_ranks
-from sharded import EXCHANGES
+from sharded import EXCHANGES, held_here
 from test_faults import SMALL
 
 from unifmoe_dist.analysis import training_plots
@@ -422,12 +422,11 @@ def sharded_equals_whole(rank, world, dispatcher):
         sizes = [len(p) for p in parts]
         torch.testing.assert_close(y, want.split(sizes)[rank], **CLOSE)
         torch.testing.assert_close(x.grad, everything.grad.split(sizes)[rank], **CLOSE)
-        held = slice(layer.first_expert, layer.first_expert + len(layer.experts.keys))
         for (name, got), expected in zip(layer.named_parameters(), whole.parameters(), strict=True):
             if not got.requires_grad:
                 continue
             if name.startswith("experts."):
-                torch.testing.assert_close(got.grad, expected.grad[held], **CLOSE)
+                torch.testing.assert_close(got.grad, held_here(expected.grad, layer), **CLOSE)
                 continue
             grad = got.grad
             dist.all_reduce(grad)
@@ -448,7 +447,8 @@ def sharded_equals_whole(rank, world, dispatcher):
         layer.after_step(AppliedStep(1, all_sum, lambda: 0.0))
         for name, tensor in layer.state_dict().items():
             expected = whole.state_dict()[name]
-            torch.testing.assert_close(tensor, expected[held] if name.startswith("experts.") else expected, **CLOSE)
+            expected = held_here(expected, layer) if name.startswith("experts.") else expected
+            torch.testing.assert_close(tensor, expected, **CLOSE)
     return True
 
 

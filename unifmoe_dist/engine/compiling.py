@@ -49,6 +49,11 @@ def announced(name: str, say: Callable[[str], None] | None = None) -> Iterator[N
         watch.join()
 
 
+def is_built(name: str = SHARED_MEMORY) -> bool:
+    """Whether an extension has been compiled here before."""
+    return any(lock.with_name(f"{name}.so").exists() for lock in _locks(name))
+
+
 def _print(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 

@@ -246,6 +246,26 @@ def test_dynmoe_chooses_how_many():
     assert (lonely.max(-1).values == 1).all() and (lonely.sum(-1) == 1).all()
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_dynmoe_gives_tokens_without_an_expert_nothing_in_a_recomputation_too(reentrant):
+    layer, x = make("dynmoe").train(), torch.randn(40, 12, requires_grad=True)
+    with torch.no_grad():
+        layer.router.thresholds.add_(0.2)
+    grads = []
+    for call in (layer, lambda x: torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant)):
+        layer.zero_grad()
+        layer.count.zero_()
+        (x_grad,) = torch.autograd.grad(call(x).square().sum(), x) if not reentrant else (x,)
+        if reentrant:
+            x.grad = None
+            call(x).square().sum().backward()
+            x_grad = x.grad
+        grads.append([x_grad, layer.count.clone(), *(p.grad for p in layer.parameters() if reentrant)])
+    assert (layer.route(x).expert_count == 0).any()
+    for plain, checkpointed in zip(*grads, strict=True):
+        torch.testing.assert_close(checkpointed, plain)
+
+
 def test_dynmoe_adds_and_removes_experts():
     layer = make("dynmoe", LayerOptions(num_experts=3, max_experts=4, adapt_every=2)).train()
     with torch.no_grad():
@@ -499,13 +519,36 @@ def run_all(rank, world, folder):
             config.data.batch_size = 4
             config.validate(world)
             results[method] = Trainer(config, ranks, folder / method).fit()
+        results["statistics"] = saved_between_decisions(folder / "between", ranks)
     return results
+
+
+def saved_between_decisions(folder, ranks):
+    """What DynMoE has counted on all ranks when a run is saved, and when it goes on."""
+    config = small_config(folder, "dynmoe", expert_parallel_size=2)
+    config.data.batch_size, config.model.adapt_every = 4, 100
+    counted = []
+    for config.resume in (False, True):
+        trainer = Trainer(config, ranks, folder)
+        if not config.resume:
+            trainer.train_step()
+            trainer._save(0.0, better=False)
+        layers = trainer.layers.values()
+        counted.append([ranks.all_sum(torch.cat([layer.count, layer.lost])) for layer in layers])
+    return counted
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     return folder, run_ranks(2, run_all, folder)[0]
+
+
+def test_dynmoe_goes_on_with_what_all_ranks_have_counted(runs):
+    saved, resumed = runs[1]["statistics"]
+    for before, after in zip(saved, resumed, strict=True):
+        assert before[:4].sum() > 0
+        torch.testing.assert_close(after, before)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -330,6 +330,23 @@ def test_tracing_counts_nothing():
     assert layer.usage.totals[0] == 5 and type(layer.usage.totals) is torch.Tensor
 
 
+@pytest.mark.parametrize("called_before", [False, True])
+def test_transforms_of_torch_func_give_the_gradients_and_count_nothing(called_before):
+    layer, x = make_layer(), torch.randn(5, 16)
+    if called_before:
+        layer(x)
+    weights = dict(layer.named_parameters())
+    found = torch.func.grad(lambda w: torch.func.functional_call(layer, w, (x,)).square().sum())(weights)
+    each = torch.func.vmap(layer)(torch.stack([x, 2 * x]))
+    assert torch._C._functorch.maybe_get_level(layer.usage.totals if called_before else x) == -1
+    assert called_before or layer.usage.totals is None
+    layer(x).square().sum().backward()
+    assert layer.usage.totals[0] == 5 * (1 + called_before)
+    for name, weight in weights.items():
+        torch.testing.assert_close(found[name], weight.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(each, torch.stack([layer(x), layer(2 * x)]), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype,tol", [(torch.bfloat16, 5e-2), (torch.float16, 1e-2)])
 def test_half_precision(dtype, tol):
     layer = make_layer(d=32, hidden=64, blocks=8).to(dtype)

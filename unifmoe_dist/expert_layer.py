@@ -78,6 +78,8 @@ class ExpertLayer(nn.Module, Generic[Config]):
     """Names of banks of one expert that every rank holds beside `experts`."""
     resized: ClassVar[tuple[str, ...]] = ()
     """Names of buffers that the layer fits to its own length when they are loaded."""
+    rank_sums: ClassVar[tuple[str, ...]] = ()
+    """Names of buffers to which every rank adds what its own tokens give."""
 
     def __init__(
         self, config: Config, expert_group: dist.ProcessGroup | None = None, dispatcher: str = "auto"

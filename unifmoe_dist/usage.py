@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unifmoe_dist.eager import not_compiled
 from unifmoe_dist.routing import Routing
+from unifmoe_dist.transforms import in_transform
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,11 @@ def recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def uncounted() -> bool:
+    """Whether this forward pass leaves no trace: one that is repeated, or inside a transform of torch.func."""
+    return recomputing() or in_transform()
+
+
 def _tracing(tensor: Tensor) -> bool:
     """Whether only shapes are known: torch.export, a FakeTensorMode, the meta device."""
     fake = sys.modules.get("torch._subclasses.fake_tensor")  # no fake tensor without it
@@ -64,8 +70,8 @@ def _tracing(tensor: Tensor) -> bool:
 class Usage:
     """Adds up what a layer's routing decided since the last reset.
 
-    A forward pass that only traces the model, or repeats another for the backward pass, counts nothing. `totals` is
-    updated in place, so that a captured CUDA graph keeps counting.
+    A forward pass that only traces the model, repeats another for the backward pass, or runs inside a transform of
+    torch.func counts nothing. `totals` is updated in place, so that a captured CUDA graph keeps counting.
     """
 
     def __init__(self) -> None:
@@ -76,7 +82,7 @@ class Usage:
     @torch.no_grad()
     def update(self, routing: Routing) -> None:
         """Count the tokens of one routing decision; masked ones, which share no block, are left out."""
-        if recomputing() or _tracing(routing.gates):
+        if uncounted() or _tracing(routing.gates):
             return
         by_products = routing.by_products
         self._add(self._sums(routing) if by_products is None else by_products.statistics, routing.gates.shape[1])
@@ -89,7 +95,7 @@ class Usage:
         `blocks_per_expert` is what one of them costs, in blocks of a dense FFN cut into `num_blocks`. Nothing is
         shared and nothing dropped.
         """
-        if recomputing() or _tracing(gates):
+        if uncounted() or _tracing(gates):
             return
         load = (gates != 0).double().sum(0)
         tokens, nothing = load.new_tensor([gates.shape[0]]), load.new_zeros(3 + num_blocks)

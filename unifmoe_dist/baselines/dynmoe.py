@@ -20,7 +20,7 @@ from unifmoe_dist.baselines.dynamic import DynamicConfig, DynamicExpertLayer
 from unifmoe_dist.baselines.gated import Gating, largest
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import AppliedStep, ChangedRows
-from unifmoe_dist.usage import recomputing
+from unifmoe_dist.usage import uncounted
 
 LARGEST_SCALE = 100.0
 
@@ -99,6 +99,7 @@ class DynMoELayer(DynamicExpertLayer[DynMoEConfig]):
 
     count: Tensor
     lost: Tensor
+    rank_sums = ("count", "lost")
 
     def __init__(
         self, config: DynMoEConfig, expert_group: dist.ProcessGroup | None = None, dispatcher: str = "auto"
@@ -117,10 +118,10 @@ class DynMoELayer(DynamicExpertLayer[DynMoEConfig]):
         # Clamped below every count of experts but 0: a clamp passes no gradient where it holds.
         gates = chosen / chosen.sum(-1, keepdim=True).clamp(min=torch.finfo(chosen.dtype).eps)
         none = (chosen == 0).all(-1, keepdim=True)
-        if self.training and not recomputing():
-            self._record(x, gates, none)
-        else:
+        if not self.training:
             gates = torch.where(none, largest(scores, 1).float(), gates)
+        elif not uncounted():
+            self._record(x, gates, none)
         return Gating(scores, gates)
 
     @torch.no_grad()

@@ -36,6 +36,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from unifmoe_dist.engine import optimizer_state
+from unifmoe_dist.engine.rank_sums import keep_on_first_rank, sum_over_ranks
 from unifmoe_dist.engine.ranks import Ranks
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BIASES, bias_like
@@ -151,6 +152,7 @@ def _files(model: nn.Module, engine: Any, ranks: Ranks) -> dict[str, dict[str, T
     experts = set(expert_names(model)) if ranks.expert_group is not None else set()
     states = optimizer_state.collect(engine, model)
     weights = {name: t.detach().cpu() for name, t in model.state_dict().items()}
+    sum_over_ranks(model, weights, ranks)
     files: dict[str, dict[str, Tensor]] = {}
     if ranks.rank == 0:
         files.update(_pair("dense", model, weights, states, lambda name: name not in experts))
@@ -342,6 +344,7 @@ def load(
     parts = {"": model} if extra is None else {"": model, f"{EXTRA}.": extra}
     for start, part in parts.items():
         load_weights(folder, part, start)
+        keep_on_first_rank(part, ranks)
     progress = load_progress(folder)
     tensors = _Tensors(folder, optimizer=True)
     kinds = sorted({key.rsplit("/", 1)[1] for key in tensors.files})

@@ -22,6 +22,7 @@ from unifmoe_dist.kernels.reference import reference_block_ffn
 from unifmoe_dist.phases import phase
 from unifmoe_dist.routing import Router, Routing
 from unifmoe_dist.routing_policies import RouterPolicies
+from unifmoe_dist.transforms import in_transform
 
 KERNELS = ("auto", "triton", "grouped", "reference")
 _TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
@@ -57,14 +58,17 @@ def use_kernels(name: str, **options: Any) -> Iterator[None]:
 def block_ffn(
     x_ND: Tensor, gates_NE: Tensor, blocks_NB: Tensor, weights: ExpertWeights, dropout: HiddenDropout | None = None
 ) -> Tensor:
-    """Block-sparse experts as `reference_block_ffn` defines them; same shapes, meaning and gradients."""
+    """Block-sparse experts as `reference_block_ffn` defines them; same shapes, meaning and gradients.
+
+    Transforms of torch.func take the definition itself.
+    """
     if _triton_for(x_ND, weights, dropout):
         from unifmoe_dist.kernels.triton_ffn import TritonOptions, triton_block_ffn
 
         return triton_block_ffn(
             x_ND, gates_NE, blocks_NB, weights, options=TritonOptions(**_options), dropout=dropout
         )  # fmt: skip
-    kernel = reference_block_ffn if _choice == "reference" else grouped_block_ffn
+    kernel = reference_block_ffn if _choice == "reference" or in_transform() else grouped_block_ffn
     return kernel(x_ND, gates_NE, blocks_NB, weights, dropout)
 
 
@@ -119,6 +123,8 @@ def masks_in_place(x_ND: Tensor, router: Router, num_blocks: int) -> bool:
 
 
 def _wants_triton(x: Tensor) -> bool:
+    if in_transform():
+        return False
     if _choice != "auto":
         return _choice == "triton"
     return x.is_cuda and _TRITON_INSTALLED and torch.cuda.get_device_capability(x.device)[0] >= 8

@@ -36,10 +36,12 @@ def train_under_ddp(rank, world):
             outcomes[reentrant, static] = [layer.router.weight.grad for layer in moe_layers(model).values()]
         except UserError as error:
             outcomes[reentrant, static] = str(error)
-    model.eval()
-    with torch.no_grad():
-        ddp(**batch("bert"))
-    diversity_loss(model).backward()  # an evaluation is no checkpointing
+    model.gradient_checkpointing_disable()
+    for training in (False, True):  # an evaluation or a teacher's pass is no checkpointing
+        model.train(training)
+        with torch.no_grad():
+            ddp(**batch("bert"))
+        diversity_loss(model).backward()
     return outcomes
 
 

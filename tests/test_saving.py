@@ -66,6 +66,16 @@ def test_layers_that_a_configuration_cannot_tell_of_are_not_saved(tmp_path):
 
     model.__class__ = Own
     model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"has the layer of experts bert.encoder.layer.1.output.dense.*in its __init__"):
+        Own.from_pretrained(tmp_path)
+
+    class Making(Own):
+        def __init__(self, config):
+            super().__init__(config)
+            self.bert.encoder.layer[1].output.dense = UniFMoELayer(UniFMoEConfig(64, 32, K, B))
+
+    assert len(moe_layers(Making.from_pretrained(tmp_path))) == 1
+    assert not moe_layers(Own.from_pretrained(tmp_path, num_hidden_layers=1))  # left out on purpose
 
 
 @pytest.mark.parametrize("family", ["bert", "distilbert", "electra", "vit"])
@@ -87,6 +97,19 @@ def test_a_process_without_the_package_fails_with_the_remedy(family, tmp_path):
     finally:
         known.update({name: kept})
     assert len(moe_layers(type(model).from_pretrained(tmp_path))) == 1
+
+
+@pytest.mark.parametrize("imported", ["unifmoe_dist", "unifmoe_dist.upcycling"])
+def test_asking_where_transformers_is_keeps_the_package_ready(imported):
+    code = f"""
+import importlib.util
+import {imported}
+importlib.util.find_spec("transformers.modeling_utils")
+from transformers import PreTrainedModel
+assert PreTrainedModel.post_init.rebuilds_unif_moe
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
 
 
 def test_folders_of_earlier_versions_load(tmp_path):

@@ -83,6 +83,10 @@ def refusals(rank: int, world: int, folder: str) -> bool:
         other.load_state_dict(loaded_from)
         assert type(first) is nn.Parameter and torch.equal(first, next(iter(moe_layers(model).values())).experts.keys)
     assert torch.equal(logits(other, batch), logits(model, batch))
+    other.load_state_dict(state, assign=True)  # parameters like any others, in copies too
+    for again in (other, copy.deepcopy(other)):
+        assert all(type(p) is nn.Parameter and p.requires_grad for p in again.parameters())
+        assert len(list(again.parameters())) == len(list(model.parameters()))
 
     bert = spread("bert")
     with pytest.raises(UserError, match="spread over 2 ranks"):

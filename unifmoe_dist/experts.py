@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.lending import Lender
+from unifmoe_dist.replicas import unmarked
 
 BIASES = ("key_bias", "value_bias")
 """Parameters of `BlockExperts` in one dimension: (E * H,) and (E * D,)."""
@@ -90,7 +91,10 @@ class BlockExperts(Lender):
                 setattr(self, name, nn.Parameter(bias.detach().view(self.keys.shape[0], -1), bias.requires_grad))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
-        """Biases of either shape are taken."""
+        """Biases of either shape are taken, and the marks of spread experts are taken off (assign=True keeps them)."""
+        for name in self._parameters:
+            if prefix + name in state_dict:
+                state_dict[prefix + name] = unmarked(state_dict[prefix + name])
         for name in BIASES:
             if getattr(self, name) is not None and prefix + name in state_dict:
                 state_dict[prefix + name] = bias_like(state_dict[prefix + name], getattr(self, name))

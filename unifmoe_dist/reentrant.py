@@ -7,6 +7,7 @@ static graph it takes both, but the first step's gradients came out wrong on two
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -22,7 +23,17 @@ def note_first_pass(layer: Any) -> None:
     """Remember whether this is the first, gradient-free pass of reentrant checkpointing under DDP."""
     if not recomputing():
         under_ddp = DistributedDataParallel._active_ddp_module is not None
-        layer.reentrant_under_ddp = under_ddp and layer.training and not torch.is_grad_enabled()
+        gradient_free = under_ddp and layer.training and not torch.is_grad_enabled()
+        layer.reentrant_under_ddp = gradient_free and _inside_function()
+
+
+def _inside_function() -> bool:
+    """Whether a `torch.autograd.Function` has called us, as reentrant checkpointing does, and no plain no_grad."""
+    apply = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not apply:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def refuse_second_gradient(layer: Any, parameter: torch.Tensor) -> None:

@@ -76,7 +76,7 @@ class ExpertPart(Tensor):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.clone()
+        return self.detach().clone().requires_grad_(self.requires_grad)
 
     def __create_write_items__(self, name: str, value: Any) -> Any:
         raise _no_checkpoint(f"save {name} to")
@@ -90,6 +90,11 @@ def _no_checkpoint(what: str) -> UserError:
         f"Cannot {what} a distributed checkpoint: the experts are spread over ranks by expert_group, and all but one "
         "rank's would be lost; save a state_dict() on every rank with torch.save, or train with launch/train.py."
     )
+
+
+def unmarked(tensor: Any) -> Any:
+    """What a module may take as its parameter: a part is a plain tensor again, anything else stays as it is."""
+    return tensor.as_subclass(Tensor) if type(tensor) is ExpertPart else tensor
 
 
 def mark_parts(module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:

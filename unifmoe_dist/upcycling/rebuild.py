@@ -107,17 +107,22 @@ def _patch(modeling: ModuleType) -> None:
 
 
 class _PatchOnImport(MetaPathFinder):
-    """Lets one module load as always, then patches it."""
+    """Lets one module load as always, then patches it; who only asks where the module is changes nothing."""
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _TARGET:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
                 execute(module)
                 _patch(module)
 

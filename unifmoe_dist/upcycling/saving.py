@@ -91,7 +91,8 @@ def check_loaded(model: nn.Module, report: dict[str, Any], source: Any) -> None:
     """Refuse a model whose layers got no weights from the folder that it was loaded from.
 
     Raises:
-        UserError: weights of layers of experts were missing or of another shape, so what they hold is no number at all.
+        UserError: weights of layers of experts were missing or of another shape, so what they hold is no number at all;
+            or the folder has such layers where the model has dense FFNs, which nothing has filled.
     """
     absent = [*report.get("missing_keys", ()), *report.get("mismatched_keys", ())]
     absent = [key if isinstance(key, str) else key[0] for key in absent]
@@ -100,4 +101,15 @@ def check_loaded(model: nn.Module, report: dict[str, Any], source: Any) -> None:
             raise UserError(
                 f"{source} has no weights for the layer of experts {name} that the configuration notes; to start from "
                 "dense weights, load them with their own configuration and call upcycle."
+            )
+    unexpected = set(report.get("unexpected_keys", ()))
+    places = {name for name, _ in model.named_modules()}
+    for key in sorted(unexpected):
+        name = key.removesuffix(".experts.keys")
+        here = name in places or name.partition(".")[2] in places  # a body may be loaded from a head's folder
+        if name != key and f"{name}.experts.values" in unexpected and here:
+            raise UserError(
+                f"{source} has the layer of experts {name}, of which neither its configuration nor "
+                f"{type(model).__name__} tells, so its weights would be lost; load it with the class and configuration "
+                "that it was saved with, and let a class of your own call upcycle in its __init__."
             )

@@ -118,6 +118,9 @@ def test_a_run_opens_without_its_data_and_its_backbone(name, request, tmp_path, 
     assert model.state_dict().keys() == expected.state_dict().keys()
     assert torch.equal(logits(run, model), asked)
     assert torch.equal(logits(run, export.load_exported(folder)), asked)
+    if name == "language":  # what the folder keeps is the dense model's
+        kept = json.loads((moved / "backbone" / "config.json").read_text())
+        assert kept["hidden_act"] == "gelu" and "unif_moe" not in kept
     config = load_train_config(str(moved / "config.yaml"))
     task = own_task(moved, config)  # what evaluation and analysis read
     model = build.convert(config, task.build_model()).eval()

@@ -488,7 +488,18 @@ def test_a_wrapped_model_names_the_one_inside():
             super().__init__()
             self.net = build("timm")
 
+    class Tagger(transformers.PreTrainedModel):
+        config_class, _supports_sdpa = transformers.BertConfig, True
+
+        def __init__(self, config) -> None:
+            super().__init__(config)
+            self.body = transformers.BertModel(config)
+            self.post_init()
+
+    upcycled = upcycle(build("bert"), [0], K, B).config
+    assert len(moe_layers(Tagger(upcycled))) == 1  # its body makes them
     for wrapped, words in (
+        (Tagger(build("bert").config), "Tagger wraps a BertModel, its .body; upcycle that one"),
         (nn.DataParallel(build("bert")), "DataParallel wraps a BertForSequenceClassification, its .module"),
         (torch.compile(build("bert")), "OptimizedModule wraps a BertForSequenceClassification, its ._orig_mod"),
         (Lightning(), "Lightning wraps a VisionTransformer, its .net; upcycle that one, before it is wrapped"),

@@ -8,6 +8,7 @@ static graph it takes both, but the first step's gradients came out wrong on two
 from __future__ import annotations
 
 import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,12 +29,14 @@ def note_first_pass(layer: Any) -> None:
 
 
 def _inside_function() -> bool:
-    """Whether a `torch.autograd.Function` has called us, as reentrant checkpointing does, and no plain no_grad."""
-    apply = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not apply:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
+    """Whether the forward of some `torch.autograd.Function` has called us, as reentrant checkpointing does."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_varnames[:1] == ("ctx",):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def refuse_second_gradient(layer: Any, parameter: torch.Tensor) -> None:

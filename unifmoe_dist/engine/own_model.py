@@ -9,7 +9,6 @@ than it open where the backbone's config can be had.
 
 from __future__ import annotations
 
-import copy
 import sys
 from dataclasses import replace
 from functools import partial
@@ -23,7 +22,7 @@ from unifmoe_dist.data.base import TaskData
 from unifmoe_dist.data.encoders import TINY
 from unifmoe_dist.engine import build
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.upcycling.note import KEY
+from unifmoe_dist.upcycling.note import without_notes
 
 BACKBONE = "backbone"
 
@@ -40,10 +39,7 @@ def keep_backbone(run: Path, config: TrainConfig, model: Any) -> None:
     temporary = run / f".writing-{BACKBONE}"
     try:
         temporary.mkdir(exist_ok=True)
-        dense = copy.deepcopy(model.config)
-        if hasattr(dense, KEY):
-            delattr(dense, KEY)
-        dense.save_pretrained(temporary)
+        without_notes(model.config).save_pretrained(temporary)
         build.build_tokenizer(config).save_pretrained(str(temporary))
         temporary.replace(folder)
     except (OSError, ValueError, NotImplementedError) as error:  # a full disk; a tokenizer that cannot be saved

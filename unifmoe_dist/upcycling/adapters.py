@@ -33,12 +33,13 @@ def find_adapter(model: nn.Module) -> Adapter:
         UserError: No family matches. The message names a supported model inside of this one, or lists the families
             and says how to add another.
     """
-    if adapter := _match(model):
+    if adapter := match_adapter(model):
         return adapter
     transformers = sys.modules.get("transformers.modeling_utils")
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):  # else a family of its own
+    theirs = transformers is not None and isinstance(model, transformers.PreTrainedModel)
+    if not theirs or not type(model).__module__.startswith("transformers."):  # else a family of its own
         for name, inner in model.named_modules():
-            if name and _match(inner):
+            if name and match_adapter(inner):
                 raise UserError(
                     f"{type(model).__name__} wraps a {type(inner).__name__}, its .{name}; upcycle that one, before it "
                     "is wrapped."
@@ -51,5 +52,6 @@ def find_adapter(model: nn.Module) -> Adapter:
     )
 
 
-def _match(model: nn.Module) -> Adapter | None:
+def match_adapter(model: nn.Module) -> Adapter | None:
+    """The adapter for a model, or None."""
     return next((adapter for adapter in ADAPTERS if adapter.matches(model)), None)

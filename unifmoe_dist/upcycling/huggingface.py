@@ -28,7 +28,17 @@ class _HuggingFace:
         modeling = sys.modules.get("transformers.modeling_utils")
         if modeling is None or not isinstance(model, modeling.PreTrainedModel):
             return False
-        return getattr(model.config, "model_type", None) == self.model_type
+        if getattr(model.config, "model_type", None) != self.model_type:
+            return False
+        try:
+            self.blocks(model)
+        except AttributeError:  # a class of somebody's own with that configuration, around such a model
+            return False
+        return True
+
+    def blocks(self, model: Any) -> Sequence[nn.Module]:
+        """As `Adapter.blocks`; an AttributeError where the model is built in another way."""
+        raise NotImplementedError
 
     def connect(self, block: Any, layer: nn.Module) -> None:
         """Hand the block's attention mask to the layer, and end FFN chunking.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Unpack
 
 from torch import distributed, nn
@@ -63,12 +64,25 @@ def _extend(model: nn.Module, entries: list[dict[str, Any]]) -> None:
             module.config = new
 
 
+def without_notes(config: Any) -> Any:
+    """A copy of a config as the dense model's: no notes, and the activation by its own name."""
+    dense = copy.deepcopy(config)
+    if hasattr(dense, KEY):
+        delattr(dense, KEY)
+        _rename(dense, lambda name: name.removesuffix(_MARK))
+    return dense
+
+
 def mark(config: Any) -> None:
     """Name the activation of an upcycled model's config so that only this package lets Transformers build it."""
+    _rename(config, marked)
+
+
+def _rename(config: Any, change: Callable[[str], str]) -> None:
     for attribute in ("hidden_act", "activation", "activation_function", "hidden_activation"):
         name = getattr(config, attribute, None)
         if isinstance(name, str):
-            setattr(config, attribute, marked(name))
+            setattr(config, attribute, change(name))
 
 
 def marked(name: str) -> str:

@@ -22,7 +22,7 @@ from torch import nn
 from unifmoe_dist.config import LayerChoices
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import ExpertLayer
-from unifmoe_dist.upcycling.adapters import find_adapter
+from unifmoe_dist.upcycling.adapters import find_adapter, match_adapter
 from unifmoe_dist.upcycling.base import DenseFFN
 from unifmoe_dist.upcycling.note import KEY, mark
 from unifmoe_dist.upcycling.saving import check_loaded, prepare_saving, register_activations
@@ -44,6 +44,8 @@ def rebuild(model: nn.Module) -> None:
                 f"This model was saved with its experts spread over {note['expert_parallel_size']} ranks; "
                 "save it from a run with expert_parallel_size 1, or load the run's own checkpoint."
             )
+        if moe_layers(model) and match_adapter(model) is None:
+            return  # a class of somebody's own, around a model that has its layers already
         blocks = find_adapter(model).blocks(model)
         # A model may be loaded with fewer layers than were saved: what is above is left out, as Transformers does.
         kept = [index for index in note["layers"] if index < len(blocks)]

@@ -111,5 +111,5 @@ def check_loaded(model: nn.Module, report: dict[str, Any], source: Any) -> None:
             raise UserError(
                 f"{source} has the layer of experts {name}, of which neither its configuration nor "
                 f"{type(model).__name__} tells, so its weights would be lost; load it with the class and configuration "
-                "that it was saved with, and let a class of your own call upcycle in its __init__."
+                "that it was saved with, and let a class of your own call upcycle on its body in its __init__."
             )

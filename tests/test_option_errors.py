@@ -36,9 +36,17 @@ from unifmoe_dist.errors import UserError
         ("--parallel.zero_stage 3", "parallel.zero_stage 3 gathers a module's weights"),
         ("--parallel.zero_stage 4", "--parallel.zero_stage must be 0, 1 or 2, not 4."),
         ("--steps", "--steps needs a value"),
+        ("--steps=", "--steps must be a whole number, not empty."),
+        ("--optim.betas [0.9,0.95,1]", "--optim.betas must be 2 numbers, not [0.9, 0.95, 1]."),
+        ("--optim.betas 0.9", "--optim.betas must be 2 numbers, not 0.9."),
+        ("steps 3", "'steps' is one word too many; an option's value stands behind its name"),
+        ("--no-baseline true", "'true' is one word too many"), ("-s 3", "there is no option -s; see --help for all."),
+        ("--config configs", f"--config '{ROOT / 'configs'}' is no file; give a YAML file of options."),
+        ("--config=", "--config empty is no file; give a YAML file of options."),
     ],
 )
-def test_one_sentence(words, sentence):
+def test_one_sentence(words, sentence, monkeypatch):
+    monkeypatch.chdir(ROOT)
     with pytest.raises(UserError) as caught:
         parse_train_config(words.split())
     assert str(caught.value).startswith(sentence)
@@ -152,6 +160,8 @@ def test_what_a_script_would_ignore(script, words, sentence, monkeypatch):
         ("model: 3", "line 1: model is 3, but must hold options, such as model.backbone."),
         ("steps: 3\nseed: 1\nsteps: 4", "line 3: steps is given twice, first in line 1; keep one of them."),
         ("model.top_k: 1\nmodel:\n  top_k: 2", "line 3: model.top_k is given twice, first in line 1"),
+        ("seed: 1\noptim: {betas: 0.9}", "line 2: optim.betas must be 2 numbers, not 0.9."),
+        ("[steps]: 3", "line 1: there is no option a list; see --help for all."),
         ("steps: [1", "this is no YAML: while parsing a flow sequence expected"),
         ("model:\n\ttop_k: 2", "line 2: this is no YAML: while scanning"),
     ],

@@ -32,7 +32,7 @@ def unwritten(written: Mapping[str, Any]) -> dict[str, Any]:
 def unwritten_words(path: Path) -> list[str]:
     """`unwritten` of a run's config.yaml as words of a command line."""
     try:
-        written = yaml.safe_load(path.read_text())
+        written = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return []  # whoever parses it says what is wrong
     if not isinstance(written, dict) or not isinstance(written.get("model"), dict):

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from unifmoe_dist.config import NO_ZERO_3
+from unifmoe_dist.engine.option_list import options as every_option
 
 _KINDS = {
     "<class 'int'>": "a whole number", "<class 'float'>": "a number", "<class 'bool'>": "true or false",
@@ -29,10 +30,16 @@ def one_sentence(message: str, options: Sequence[str], file: Path | None = None,
     words = " ".join(line.strip() for line in message.splitlines() if line.strip())
     if found := re.search(r"unrecognized arguments: --([\w.-]+)", words):
         return _unknown(found[1], options)
+    if found := re.fullmatch(r"unrecognized arguments: (-\S*).*", words):
+        return f"there is no option {found[1]}; see --help for all."
+    if found := re.fullmatch(r"unrecognized arguments: (\S+).*", words):
+        return f"{found[1]!r} is one word too many; an option's value stands behind its name, as in --steps 200."
     if found := re.fullmatch(r"argument (--[\w.-]+): expected one argument", words):
         return f"{found[1]} needs a value; see --help."
     if found := re.search(r'Parser key "config": File does not exist: (.*)$', words):
         return f"--config: there is no file {found[1]}."
+    if found := re.search(r'Parser key "config": Path is not a file: (.*)$|Unexpected config:', words):
+        return f"--config {found[1] or 'empty'} is no file; give a YAML file of options."
     if found := re.search(r'Parser key "([\w.]+)": Unable to load config', words):
         example = next((option for option in options if option.startswith(found[1] + ".")), "NAME")
         return f"--{found[1]} holds options, which are given one by one, such as --{example}."
@@ -41,12 +48,21 @@ def one_sentence(message: str, options: Sequence[str], file: Path | None = None,
         if found and (found[1], found[3]) == ("parallel.zero_stage", "3"):
             return NO_ZERO_3
         if found and (wanted := _wanted(found[2])):
-            line = f", line {lines[found[1]]}" if found[1] in lines else ""
-            what = f"--{found[1]}" if file is None else f"{file}{line}: {found[1]}"
-            return f"{what} must be {wanted}, not {found[3]}."
+            return f"{_named(found[1], file, lines)} must be {wanted}, not {found[3]}."
+    if found := re.search(r'Parser key "([\w.]+)": .*?Got value:(.*)$', words):
+        values = {option.name: option.values for option in every_option()}
+        if found[1] in values:
+            return f"{_named(found[1], file, lines)} must be {values[found[1]]}, not {found[2].strip() or 'empty'}."
     if file is not None:
         words = f"{file}: {words}"
     return words if words.endswith(".") else words + "; see --help for every option."
+
+
+def _named(option: str, file: Path | None, lines: Mapping[str, int]) -> str:
+    """An option as its place calls it."""
+    if file is None:
+        return f"--{option}"
+    return f"{file}, line {lines[option]}: {option}" if option in lines else f"{file}: {option}"
 
 
 def _unknown(name: str, options: Sequence[str]) -> str:

@@ -79,7 +79,7 @@ def _names(node: yaml.MappingNode, prefix: str, groups: set[str]) -> Iterator[tu
     for key, value in node.value:
         if key.tag == "tag:yaml.org,2002:merge":  # the parser resolves it
             continue
-        name = prefix + str(key.value)
+        name = prefix + (str(key.value) if isinstance(key, yaml.ScalarNode) else _shown(key))
         yield name, value, key.start_mark.line + 1
         if name in groups and isinstance(value, yaml.MappingNode):
             yield from _names(value, name + ".", groups)

@@ -10,6 +10,7 @@ from PIL import Image
 
 from unifmoe_dist.data import images
 from unifmoe_dist.data.images import NotAnImage, decode, read_image
+from unifmoe_dist.engine.read_ahead import read_ahead
 
 RAMP = np.linspace(0, 65535, 32 * 32).reshape(32, 32).astype(np.uint16)
 
@@ -37,6 +38,16 @@ def test_sixteen_bits_are_scaled_and_that_is_said_once(name, tmp_path, monkeypat
     assert pixels.shape == (32, 32, 3) and abs(pixels.mean() - 127.5) < 0.1
     assert np.abs(pixels - RAMP[..., None] / 257).max() <= 0.5
     assert capsys.readouterr().err.count("DomainBed clips them to nearly white") == 1
+
+
+def test_processes_that_read_ahead_say_it_once_together(tmp_path, capfd):
+    """Every evaluation starts new ones."""
+    for name in "abcd":
+        write(tmp_path / f"{name}.png")
+    paths = [tmp_path / f"{name}.png" for name in "abcd"]
+    for _ in range(2):
+        assert len(list(read_ahead(read_image, paths, workers=2))) == 4
+    assert capfd.readouterr().err.count("DomainBed clips them to nearly white") == 1
 
 
 def test_other_ranks_do_not_repeat_it(tmp_path, monkeypatch, capsys):

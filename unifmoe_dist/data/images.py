@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from ctypes import c_bool
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -127,16 +128,36 @@ def _deep_grey(image: Image.Image) -> Image.Image:
 
 
 _told = False
+_told_anywhere: Any = None  # a flag that the job's own process shares with all that read for it
+
+
+def told_anywhere() -> Any:
+    """The flag that `know` takes, made at first use."""
+    global _told_anywhere
+    if _told_anywhere is None:
+        _told_anywhere = multiprocessing.get_context("forkserver").Value(c_bool, _told)
+    return _told_anywhere
+
+
+def know(flag: Any) -> None:
+    """In a process that reads images for another: say nothing that was said there, or in one beside this."""
+    global _told_anywhere
+    _told_anywhere = flag
 
 
 def _tell_once(line: str) -> None:
-    """Print a line once per job: on rank 0, and of the processes that read for it in the first."""
+    """Print a line once per job: on rank 0, by whichever process that reads for it comes first."""
     global _told
-    worker = get_worker_info()
-    first = multiprocessing.parent_process() is None if worker is None else worker.id == 0
-    if first and not _told and os.environ.get("RANK", "0") == "0":
-        _told = True
-        print(line, file=sys.stderr, flush=True)
+    reads = get_worker_info() is not None or multiprocessing.parent_process() is None
+    if _told or not reads or os.environ.get("RANK", "0") != "0":
+        return
+    _told = True
+    if _told_anywhere is not None:
+        with _told_anywhere.get_lock():
+            if _told_anywhere.value:
+                return
+            _told_anywhere.value = True
+    print(line, file=sys.stderr, flush=True)
 
 
 def _decode_truncated(path: Path) -> Image.Image:

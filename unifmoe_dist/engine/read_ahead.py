@@ -41,6 +41,8 @@ def read_ahead(read: Callable[[Key], Result], keys: Iterable[Key], workers: int)
     if workers == 0:
         yield from map(read, keys)
         return
+    from unifmoe_dist.data import images
+
     # Not forked from this process: a copy of its sockets would hide its death from the other ranks, and CUDA does not
     # survive a fork. A generator of its own: by default a loader draws its seed from torch's global generator.
     context = multiprocessing.get_context("forkserver")
@@ -48,7 +50,7 @@ def read_ahead(read: Callable[[Key], Result], keys: Iterable[Key], workers: int)
     loader = DataLoader(
         _Reads(read), sampler=keys, batch_size=None, num_workers=workers, collate_fn=_as_it_is,
         multiprocessing_context=context, generator=torch.Generator(),
-        worker_init_fn=partial(_outlive_signals, os.getpid()),
+        worker_init_fn=partial(_prepare, os.getpid(), images.told_anywhere()),
     )  # fmt: skip
     try:
         for result in loader:
@@ -87,7 +89,14 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-def _outlive_signals(rank: int, worker: int) -> None:
+def _prepare(rank: int, told: Any, worker: int) -> None:
+    from unifmoe_dist.data import images
+
+    images.know(told)
+    _outlive_signals(rank)
+
+
+def _outlive_signals(rank: int) -> None:
     """Let a stop signal to the whole job pass, so that its ranks can finish their step.
 
     Only the process `rank` may end this worker, as it does when it leaves; should it die, the worker notices too.

@@ -37,7 +37,7 @@ def parser() -> OptionParser:
     result = OptionParser("sweep.py", description=__doc__)
     what = result.add_argument_group("what to run: a table, a part of one, or a grid of its own")
     what.add_argument("--table", choices=TABLES, help="the runs of a table or figure of the paper")
-    what.add_argument("--config", type=Path, help="base configuration, in place of the data sets' own")
+    what.add_argument("--config", type=_configuration, help="base configuration, in place of the data sets' own")
     what.add_argument("--tasks", nargs="+", choices=BENCHMARKS, metavar="TASK", default=[],
                       help=f"data sets: {', '.join(BENCHMARKS)} (the table's, or that of --config)")  # fmt: skip
     what.add_argument("--methods", nargs="+", metavar="METHOD", default=[],
@@ -54,6 +54,10 @@ def parser() -> OptionParser:
     how.add_argument("--discard-checkpoints", action="store_true", help="delete the checkpoints of finished runs")
     how.add_argument("--dry-run", action="store_true", help="print the runs and what they need, and stop")
     return result
+
+
+def _configuration(path: str) -> Path:
+    return Path(shipped.config(path))
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -49,15 +49,15 @@ def test_without_a_command_all_are_listed(monkeypatch, capsys):
 
 def test_several_gpus_go_through_the_launcher_but_its_ranks_do_not(monkeypatch):
     started = []
-    monkeypatch.setattr(console.shutil, "which", lambda name: "/bin/" + name)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr(console.os, "execvp", lambda program, words: started.append(words))
+    monkeypatch.setattr(console.os, "execv", lambda program, words: started.append(words))
     monkeypatch.setattr(console.runpy, "run_path", lambda path, run_name: started.append(path))
     monkeypatch.setattr(sys, "argv", ["unifmoe", "train", "--steps", "3"])
     for name in ("RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     console.main()
-    assert started[0] == ["deepspeed", str(console.script("train")), "--steps", "3"]
+    launcher = [sys.executable, "-m", "unifmoe_dist.engine.deepspeed_launcher"]  # waits for ranks after Ctrl-C
+    assert started[0] == [*launcher, str(console.script("train")), "--steps", "3"]
     started.clear()
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(sys, "argv", ["unifmoe", "train"])

@@ -67,6 +67,12 @@ def test_a_dry_run_prints_every_run_of_a_table(table, tmp_path, capsys):
     assert not (tmp_path / "none").exists()  # nothing is written
 
 
+def test_a_shipped_base_configuration_is_found_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = sweep_command.parser().parse_args("--config configs/digits.yaml --methods dense".split())
+    assert {run.task for run in expand(sweep_command.selection(options), tmp_path, CONFIGS)} == {"digits"}
+
+
 def test_every_method_of_every_table_changes_options_that_exist():
     names = {method for table in TABLES.values() for method in table.methods}
     for name in names | set(METHODS) | set(VARIANTS):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import shutil
 import sys
 from pathlib import Path
 
@@ -49,8 +48,9 @@ def main() -> None:
         print(f"error: unifmoe has no command {name!r}; choose one of {', '.join(COMMANDS)}.", file=sys.stderr)
         sys.exit(2)
     path = script(name)
-    if name == "train" and _several_gpus() and shutil.which("deepspeed"):
-        os.execvp("deepspeed", ["deepspeed", str(path), *rest])  # noqa: S606, S607  that of the active environment
+    if name == "train" and _several_gpus():
+        launcher = [sys.executable, "-m", "unifmoe_dist.engine.deepspeed_launcher"]
+        os.execv(sys.executable, [*launcher, str(path), *rest])  # noqa: S606
     name_program(f"unifmoe {name}")
     sys.argv = [str(path), *rest]
     runpy.run_path(str(path), run_name="__main__")

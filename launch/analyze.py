@@ -21,14 +21,15 @@ from unifmoe_dist.errors import UserError
 
 
 def main(arguments: Sequence[str]) -> None:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     counts = {"--tokens": options.tokens, "--batches": options.batches, "--router-steps": options.router_steps}
     for name, value in counts.items():
         if value is not None and value < 1:
             raise UserError(f"{name} must be at least 1, not {value}.")
     if not -1 <= options.delta <= 1:
         raise UserError(f"--delta is a cosine, from -1 to 1, not {options.delta:g}.")
-    from unifmoe_dist.analysis.run_report import StudyOptions, load_run, write_report
+    from unifmoe_dist.analysis.run_report import StudyOptions, can_be_diagnosed, load_run, write_report
 
     folders: list[Path] = [options.run] if options.compare is None else [options.run, options.compare]
     if len({folder.resolve() for folder in folders}) < len(folders):
@@ -43,6 +44,12 @@ def main(arguments: Sequence[str]) -> None:
         load_run(folder, options.checkpoint, label, options.data_root)
         for folder, label in zip(folders, labels, strict=True)
     ]
+    if not any(can_be_diagnosed(layer) for run in runs for layer in run.layers.values()):
+        none = f"{labels[0]} has none" if len(labels) == 1 else f"neither {labels[0]} nor {labels[1]} has any"
+        parser.refuse_others(
+            arguments, vars(options).keys() - {"router_steps", "delta"},
+            f"the three observations are of layers with a fixed number of experts per token, and {none}",
+        )  # fmt: skip
     wanted = StudyOptions(
         measure=options.cost,
         methods=options.cost or options.methods,

@@ -95,10 +95,13 @@ def runs(tmp_path_factory) -> Path:
     return folder
 
 
+FEW = ("--router-steps", "3")
+
+
 def make(run: Path, *words: str) -> tuple[Reader, dict, Path]:
     """The report of a run: its page, its numbers, its folder."""
     folder = run.parent / f"report-of-{len(list(run.parent.glob('report-of-*')))}"
-    analyze.main([str(run), "--output", str(folder), "--router-steps", "3", *words])
+    analyze.main([str(run), "--output", str(folder), *words])
     page = (folder / "report.html").read_text()
     return check_page(page, folder), json.loads((folder / "numbers.json").read_text()), folder
 
@@ -161,11 +164,11 @@ def test_unif_run_in_a_folder_with_a_hostile_name(runs, capsys):
                                elements["layers"][layer]["compute"], strict=True):  # fmt: skip
         assert row[0] == name and float(row[2]) == mean
     assert ["optim.warmup_steps", "2", "60"] in read.tables["options"]
-    assert "--router-steps 3 --tokens 200" in read.text and "'" in read.text  # quoted for a shell
+    assert "--tokens 200" in read.text and "'" in read.text  # quoted for a shell
 
 
 def test_the_three_observations_on_a_top_2_run(runs):
-    read, numbers, folder = make(runs / "top2", "--batches", "1", "--delta", "0.95")
+    read, numbers, folder = make(runs / "top2", *FEW, "--batches", "1", "--delta", "0.95")
     (run,) = numbers["runs"]
     (layer, found), = run["diagnoses"].items()
     assert run["sample"]["items"] == 64 and found["tokens"] == 64 * 5
@@ -197,14 +200,14 @@ def test_the_three_observations_on_a_top_2_run(runs):
 
 def test_a_top_2_run_whose_experts_share_nothing(runs, empty_files):
     """No two value rows that were trained apart have a cosine of 1: the page says what that means for the rest."""
-    read, numbers, _ = make(runs / "top2", "--batches", "1", "--delta", "1")
+    read, numbers, _ = make(runs / "top2", *FEW, "--batches", "1", "--delta", "1")
     (found,) = numbers["runs"][0]["diagnoses"].values()
     assert max(found["shared_ratio"]) == 0
     assert found["rank_transition"] == found["rank_transition_control"]  # there is nothing to extract
     assert "In layer 3 no channel of any pair is shared at 1." in read.text
     shared = re.search(r"at (0\.\d+) a tenth of all channels or more is shared", read.text)
     assert shared is not None and 0 < float(shared[1]) < 1
-    _, numbers, _ = make(runs / "top2", "--batches", "1", "--delta", shared[1])
+    _, numbers, _ = make(runs / "top2", *FEW, "--batches", "1", "--delta", shared[1])
     (found,) = numbers["runs"][0]["diagnoses"].values()
     assert sum(found["shared_ratio"]) / 6 >= 0.1
     assert read.tables["observation-3"][1][2:] == ["–"] * 7  # no low and high group, no correlation
@@ -290,6 +293,24 @@ def test_no_report_of_a_run_takes_the_place_of_another(runs, tmp_path, empty_fil
         (True, False), (False, True), (False, False)
     ]  # fmt: skip
     assert (run / "analysis/report.html").read_text() == pages[-1]
+
+
+@pytest.mark.parametrize(
+    "more, sentence",
+    [
+        (["--router-steps", "3"], "and mine has none, so --router-steps would change nothing"),
+        (["--delta", "0.98", "--tokens", "9"], "and mine has none, so --delta would change nothing"),
+        (["--delta", "0.9", "--router-steps", "400", "--compare", "theirs"],
+         "and neither mine nor theirs has any, so --router-steps and --delta would change nothing"),
+    ],
+)  # fmt: skip
+def test_options_of_the_observations_are_refused_without_layers_for_them(more, sentence, runs, tmp_path, monkeypatch):
+    for name in ("mine", "theirs"):
+        shutil.copytree(runs / HOSTILE, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=sentence):
+        analyze.main(["mine", *more])
+    assert not (tmp_path / "mine/analysis").exists()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,6 @@
 
 from unifmoe_dist.analysis.run_report.loading import LoadedRun, load_run
 from unifmoe_dist.analysis.run_report.report import write_report
-from unifmoe_dist.analysis.run_report.study import StudyOptions
+from unifmoe_dist.analysis.run_report.study import StudyOptions, can_be_diagnosed
 
-__all__ = ["LoadedRun", "StudyOptions", "load_run", "write_report"]
+__all__ = ["LoadedRun", "StudyOptions", "can_be_diagnosed", "load_run", "write_report"]

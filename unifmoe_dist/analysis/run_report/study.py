@@ -159,7 +159,7 @@ def study(run: LoadedRun, options: StudyOptions, masks: Masks | None = None) -> 
     """
     sample = draw_sample(run, options.most_tokens, options.most_items)
     layers = run.layers
-    diagnosed = {name: layer for name, layer in layers.items() if _can_be_diagnosed(layer)}
+    diagnosed = {name: layer for name, layer in layers.items() if can_be_diagnosed(layer)}
     captured: dict[str, Capture] = {}
     for layer in layers.values():
         layer.usage.reset()
@@ -191,7 +191,8 @@ def study(run: LoadedRun, options: StudyOptions, masks: Masks | None = None) -> 
     return RunStudy(run, sample, captured, executed, usage, texts, elements, diagnoses, costs)
 
 
-def _can_be_diagnosed(layer: Any) -> bool:
+def can_be_diagnosed(layer: Any) -> bool:
+    """Whether the three observations can be made of a layer: several experts, a fixed number of them per token."""
     return isinstance(layer.config, TopKConfig) and layer.config.num_experts >= 2
 
 
@@ -214,7 +215,9 @@ def diagnose_layer(run: LoadedRun, name: str, layer: Any, captured: Capture, opt
 def _training_batches(run: LoadedRun, steps: int, progress: str) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
     """The batches that a training run of one rank would see."""
     data = run.config.data
-    batches = TrainBatches(run.task, data.batch_size, run.config.seed, 0, 1, 1, data.workers)
+    batches = TrainBatches(
+        run.task, data.batch_size, run.config.seed, 0, 1, 1, data.workers, data.sampling == "replacement"
+    )
     try:
         for step in heartbeat.followed(range(steps), progress):
             for inputs, labels in batches.step(step):

@@ -117,8 +117,8 @@ def test_image_folders_with_masks(tmp_path, monkeypatch):
             halves = np.repeat([[1, 2]], 32, 0).repeat(16, 1)
             save(masks / image.relative_to(data / "SUN09").with_suffix(".png"), halves)
         analyze.main([str(tmp_path / "run"), "--masks", str(masks)])
-    page = (tmp_path / "run/analysis/report.html").read_text()
-    (numbers,) = json.loads((tmp_path / "run/analysis/numbers.json").read_text())["runs"]
+    page = (tmp_path / "run/analysis-masks/report.html").read_text()
+    (numbers,) = json.loads((tmp_path / "run/analysis-masks/numbers.json").read_text())["runs"]
     found = numbers["elements"]
     (usage,) = found["layers"].values()
     assert 1 <= found["images"] <= 5 and usage["elements"] == [1, 2]

@@ -69,7 +69,7 @@ def test_layer_usage_by_hand():
     assert got.expert_count.fraction == [0.25, 0.5, 0.25]
     assert got.gram[0].tolist() == [1, 2, 0, 0] and got.gram[1, 1] == 5
     assert got.gram_distance == pytest.approx(math.sqrt(2 * 2**2 + 4**2))
-    assert got.gram_distance == pytest.approx(router.diversity_loss().item())
+    assert got.gram_distance == pytest.approx(router.gram_loss().item())
     record = json.loads(json.dumps(usage_record(got)))
     assert record["block_compute"]["quantiles"]["0.5"] == 6 and record["coactivation"][1][2] == 0.25
     assert record["mean_pair_coactivation"] == got.mean_pair_coactivation

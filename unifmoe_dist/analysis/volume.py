@@ -232,7 +232,7 @@ def measure_volume(
         prototypes = torch.randn(num_blocks, model_dim)
         x = synthetic_tokens(tokens, router.weight, skewed, torch.Generator().manual_seed(1 + ranks.rank))
         x = x.requires_grad_()
-        routing = router(x, prototypes)
+        routing = router.decide(x, prototypes)
         traffic = Traffic.of(
             routing.gates, num_blocks, model_dim * x.element_size(), size, ranks.expert_rank
         )

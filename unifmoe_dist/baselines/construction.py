@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from unifmoe_dist.baselines.dynmoe import DynMoEConfig, DynMoELayer
 from unifmoe_dist.baselines.emoe import EMoEConfig, EMoELayer, EMoELearnLayer
+from unifmoe_dist.baselines.former import former_options
 from unifmoe_dist.baselines.gmoe import GMoELayer
 from unifmoe_dist.baselines.mass import MASSConfig, MASSLayer
 from unifmoe_dist.baselines.mass_schedule import VISION, mass_schedule
@@ -64,14 +65,8 @@ class LayerOptions:
     def from_saved(cls, method: str, saved: Mapping[str, Any]) -> LayerOptions:
         """The options that a model was saved with; those that its version did not know are what it did without them."""
         options = {field.name: saved[field.name] for field in fields(cls) if field.name in saved}
-        if method == "dynmoe":
-            options.setdefault("gate_temperature", True)
-        if method in ("gmoe", "emoe", "emoe_learn"):
-            options.setdefault("load_loss", "shazeer")
-        if method == "mass" and "mass_window" not in saved:
-            steps = options.get("expansion_steps", cls.expansion_steps)
-            options.update(mass_window=max(2, min(200, steps * 2 // 5)), mass_warmup=min(100, steps // 5))
-        return cls(**options)
+        former = former_options(method, options.get("expansion_steps", cls.expansion_steps))
+        return cls(**{**former, **options})
 
 
 Builder = Callable[[dict[str, Any], LayerOptions, ProcessGroup | None, str], ExpertLayer]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.engine.cli import load_train_config
+from unifmoe_dist.engine.option_values import as_word, by_dotted_name
 from unifmoe_dist.engine.restart import unused
 
 _OF_THE_START = ("output", "resume", "progress")
@@ -19,9 +18,12 @@ _OF_THE_START = ("output", "resume", "progress")
 
 def changed_options(old: TrainConfig, new: TrainConfig) -> list[str]:
     """`name: old value -> new value` of every option that differs."""
-    before, after = dict(_flat(asdict(old))), dict(_flat(asdict(new)))
+    before, after = (
+        {name: list(value) if isinstance(value, tuple) else value for name, value in by_dotted_name(asdict(c)).items()}
+        for c in (old, new)
+    )
     return [
-        f"{name}: {_shown(before[name])} -> {_shown(value)}"
+        f"{name}: {as_word(before[name])} -> {as_word(value)}"
         for name, value in after.items()
         if name not in _OF_THE_START and value != before[name]
     ]
@@ -37,15 +39,3 @@ def keep_options(run: Path, new: TrainConfig) -> None:
         shutil.copy2(path, kept)
         lines = [f"{run} goes on with other options; {kept.name} keeps those it had:", *(f"  {c}" for c in changed)]
         print("\n".join(lines), file=sys.stderr, flush=True)
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, list(value) if isinstance(value, tuple) else value
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

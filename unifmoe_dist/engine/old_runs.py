@@ -12,21 +12,17 @@ from typing import Any
 
 import yaml
 
+from unifmoe_dist.baselines.former import former_options
+
 
 def unwritten(written: Mapping[str, Any]) -> dict[str, Any]:
     """Options, by dotted name, that complete those that a run wrote, given by dotted name too."""
-    moe = written.get("model.moe")
-    found: dict[str, Any] = {}
     if "model.adapt_every" not in written:  # written by hand
         return {}
-    if moe == "dynmoe":
-        found["model.gate_temperature"] = True
-    if moe in ("gmoe", "emoe", "emoe_learn"):
-        found["model.load_loss"] = "shazeer"
-    if moe == "mass" and isinstance(steps := written.get("steps"), int) and written.get("epochs") is None:
-        found["model.mass_window"] = max(2, min(200, steps // 10 * 2 // 5))
-        found["model.mass_warmup"] = min(100, steps // 10 // 5)
-    return {name: value for name, value in found.items() if name not in written}
+    steps = written.get("steps")
+    expansion = steps // 10 if isinstance(steps, int) and written.get("epochs") is None else None
+    former = former_options(written.get("model.moe"), expansion)
+    return {f"model.{name}": value for name, value in former.items() if f"model.{name}" not in written}
 
 
 def unwritten_words(path: Path) -> list[str]:

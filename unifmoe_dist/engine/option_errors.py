@@ -9,6 +9,7 @@ from pathlib import Path
 
 from unifmoe_dist.config import NO_ZERO_3
 from unifmoe_dist.engine.option_list import options as every_option
+from unifmoe_dist.engine.options import listed
 
 _KINDS = {
     "<class 'int'>": "a whole number", "<class 'float'>": "a number", "<class 'bool'>": "true or false",
@@ -86,7 +87,5 @@ def _wanted(types: str) -> str:
             kinds.append(_KINDS.get(found[0]))
         else:
             kinds += [name.strip(" '") for name in found[1].split(",")]
-    *first, last = [kind or "" for kind in kinds] or [""]
-    if not all((*first, last)):
-        return ""
-    return (", ".join(first) + " or " if first else "") + last
+    known = [kind for kind in kinds if kind]
+    return listed(known, "or") if known and len(known) == len(kinds) else ""

@@ -67,7 +67,7 @@ class OptionParser(argparse.ArgumentParser):
             UserError: there are others.
         """
         if others := [flag for name, flag in self.given(words).items() if name not in taken]:
-            raise UserError(f"{what}, so {_listed(others, 'and')} would change nothing; leave it out.")
+            raise UserError(f"{what}, so {listed(others, 'and')} would change nothing; leave it out.")
 
 
 def _names(parser: argparse.ArgumentParser) -> list[str]:
@@ -88,16 +88,16 @@ def _one_sentence(message: str, names: Iterable[str]) -> str:
         if not word.startswith("-"):
             return f"{word!r} is one word too many; see --help for what the command takes."
         near = get_close_matches(word, list(names), n=2)
-        return f"there is no option {word}; " + (f"did you mean {_listed(near, 'or')}?" if near else "see --help.")
+        return f"there is no option {word}; " + (f"did you mean {listed(near, 'or')}?" if near else "see --help.")
     if found := re.fullmatch(r"argument (\S+).*: invalid choice: '?(.*?)'? \(choose from (.*)\)", message):
         choices = [choice.strip().strip("'") for choice in found[3].split(",")]
         near = get_close_matches(found[2], choices, n=1)
         hint = f"; did you mean {near[0]}?" if near else "."
-        return f"{_flag(found[1])} must be {_listed(choices, 'or')}, not {found[2]}{hint}"
+        return f"{_flag(found[1])} must be {listed(choices, 'or')}, not {found[2]}{hint}"
     if found := re.fullmatch(r"argument (\S+).*: invalid (\w+) value: '(.*)'", message):
         return f"{_flag(found[1])} must be {_KINDS.get(found[2], 'a ' + found[2])}, not {found[3]}."
     if found := re.fullmatch(r"the following arguments are required: (.*)", message):
-        return f"{_listed(found[1].split(', '), 'and')} must be given; see --help."
+        return f"{listed(found[1].split(', '), 'and')} must be given; see --help."
     if found := re.fullmatch(r"argument (\S+): expected (one|at least one) argument", message):
         return f"{_flag(found[1])} needs {'a value' if found[2] == 'one' else 'one value or more'}; see --help."
     return message[:1] + message[1:].rstrip(".") + "; see --help."
@@ -107,6 +107,7 @@ def _flag(name: str) -> str:
     return name.rpartition("/")[2]  # of --a/--b, the last
 
 
-def _listed(names: Sequence[str], word: str) -> str:
+def listed(names: Sequence[str], word: str) -> str:
+    """Names as people list them: "a, b and c"."""
     *first, last = names
     return f"{', '.join(first)} {word} {last}" if first else last

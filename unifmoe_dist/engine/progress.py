@@ -22,16 +22,16 @@ def training_numbers(means: Mapping[str, float], usage: Mapping[str, UsageSummar
     """
     numbers = [f"loss {means['loss']:.3f}", f"acc {means['accuracy']:.3f}"]
     if usage:
-        layers = list(usage.values())
-
-        def mean(name: str) -> float:
-            return sum(getattr(layer, name) for layer in layers) / len(layers)
-
-        numbers += [f"C_B {mean('block_compute'):.2f}", f"k {mean('expert_count'):.2f}"]
-        numbers.append(f"α {mean('shared_demand'):.2f}")
-        loads = [load for layer in layers for load in layer.expert_load]
+        for label, name in (("C_B", "block_compute"), ("k", "expert_count"), ("α", "shared_demand")):
+            numbers.append(f"{label} {mean_over_layers(usage, name):.2f}")
+        loads = [load for layer in usage.values() for load in layer.expert_load]
         numbers.append(f"loads {100 * min(loads):.0f}-{100 * max(loads):.0f}%")
     return numbers
+
+
+def mean_over_layers(usage: Mapping[str, UsageSummary], name: str) -> float:
+    """Mean of a field over MoE layers, of which there is at least one."""
+    return sum(getattr(layer, name) for layer in usage.values()) / len(usage)
 
 
 def show_beside(bar: tqdm, numbers: Sequence[str]) -> None:

@@ -32,7 +32,7 @@ from unifmoe_dist.engine.health import StepCheck, Verdict, locate, skip_update, 
 from unifmoe_dist.engine.own_model import keep_backbone
 from unifmoe_dist.engine.preemption import StopSignals
 from unifmoe_dist.engine.preflight import check_layers
-from unifmoe_dist.engine.progress import BAR, show_beside, training_numbers
+from unifmoe_dist.engine.progress import BAR, mean_over_layers, show_beside, training_numbers
 from unifmoe_dist.engine.ranks import Ranks, seed_everything
 from unifmoe_dist.engine.restart import agree, check_free, resumes, set_aside
 from unifmoe_dist.engine.selection import Selection
@@ -539,16 +539,12 @@ def summarise(config: TrainConfig, score: Score) -> dict[str, Any]:
         "metric": score.metric,
         "score": score.value,
         "test_accuracy": score.accuracy,
-        "mean_block_compute": _mean(score.usage, "block_compute") if score.usage else dense,
-        "mean_expert_count": _mean(score.usage, "expert_count") if score.usage else 0.0,
-        "mean_shared_demand": _mean(score.usage, "shared_demand") if score.usage else None,
-        "dropped_fraction": _mean(score.usage, "dropped") if score.usage else 0.0,
+        "mean_block_compute": mean_over_layers(score.usage, "block_compute") if score.usage else dense,
+        "mean_expert_count": mean_over_layers(score.usage, "expert_count") if score.usage else 0.0,
+        "mean_shared_demand": mean_over_layers(score.usage, "shared_demand") if score.usage else None,
+        "dropped_fraction": mean_over_layers(score.usage, "dropped") if score.usage else 0.0,
         "num_blocks": config.model.num_blocks,
     }
-
-
-def _mean(usage: dict[str, UsageSummary], name: str) -> float:
-    return sum(getattr(u, name) for u in usage.values()) / len(usage)
 
 
 def _step_of(line: str) -> int:

@@ -24,6 +24,7 @@ import yaml
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.engine.checkpoint import write_text
 from unifmoe_dist.engine.old_runs import unwritten
+from unifmoe_dist.engine.option_values import by_dotted_name
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.sweep.plan import Run
 
@@ -51,11 +52,11 @@ def state_of(run: Run) -> State:
     if not path.is_file():
         return State.NEW
     try:
-        saved = _flat(yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader))
+        saved = by_dotted_name(yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader))
     except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
         raise UserError(f"{path} is not the configuration of a run; delete {run.folder} or move it away.") from error
     saved = {**unwritten(saved), **saved}
-    planned, default = _flat(_plain(run.config)), _flat(_plain(TrainConfig()))
+    planned, default = by_dotted_name(_plain(run.config)), by_dotted_name(_plain(TrainConfig()))
     for name, value in planned.items():
         if name not in _WITHOUT_EFFECT and saved.get(name, default[name]) != value:
             raise UserError(
@@ -116,14 +117,3 @@ def last_words(folder: Path) -> str:
 
 def _plain(config: TrainConfig) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(config)))  # tuples become lists, as in YAML
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Options by dotted name."""
-    result = {}
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            result.update(_flat(value, f"{prefix}{name}."))
-        else:
-            result[prefix + name] = value
-    return result

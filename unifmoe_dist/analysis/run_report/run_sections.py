@@ -31,6 +31,7 @@ from unifmoe_dist.analysis.run_report.loading import LoadedRun, layer_names
 from unifmoe_dist.analysis.run_report.study import RunStudy, cost_record
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.engine.cli import dump_train_config
+from unifmoe_dist.engine.option_values import as_word, by_dotted_name
 from unifmoe_dist.upcycling import moe_layers
 
 _PACKAGES = ("torch", "deepspeed", "timm", "transformers", "numpy", "scipy", "matplotlib")
@@ -196,23 +197,12 @@ def cost_section(tables: Sequence[CostTable], with_published: bool) -> Section:
 
 def option_section(run: LoadedRun, prefix: str, heading: str) -> Section:
     """Options that differ from the defaults, then all."""
-    given, default = _flat(asdict(run.config)), _flat(asdict(TrainConfig()))
+    given, default = by_dotted_name(asdict(run.config)), by_dotted_name(asdict(TrainConfig()))
     rows: list[list[Cell]] = [
-        [name, _word(value), _word(default[name])] for name, value in given.items() if value != default[name]
+        [name, as_word(value), as_word(default[name])] for name, value in given.items() if value != default[name]
     ]
     table = Table(f"{prefix}options", "Options that differ from the defaults.", ["option", "here", "default"], rows)
     return Section(heading, [table, Code(dump_train_config(run.config).strip(), "All options, as in config.yaml:")])
-
-
-def _flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in options.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return flat
-
-
-def _word(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def environment_section(runs: Sequence[LoadedRun], command: str) -> Section:

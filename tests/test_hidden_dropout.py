@@ -7,7 +7,6 @@ import json
 import math
 import warnings
 from dataclasses import replace
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels_agree import assert_kernels_agree
 from ranks import run_ranks
 from sharded import sharded_layer, whole_layer
 from torch.utils.checkpoint import checkpoint
@@ -26,7 +26,7 @@ from unifmoe_dist.engine.build import install_layers
 from unifmoe_dist.engine.cli import parse_train_config
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts
-from unifmoe_dist.kernels import HiddenDropout, grouped, grouped_block_ffn, reference_block_ffn, use_kernels
+from unifmoe_dist.kernels import HiddenDropout, reference_block_ffn, use_kernels
 from unifmoe_dist.upcycling import moe_layers
 
 
@@ -117,16 +117,7 @@ def test_grouped_equals_reference(n, e, seed, bias, rate, kept_ffns, first, acti
     x = torch.randn(n, 8, dtype=torch.float64, requires_grad=True)
     gates = (torch.rand(n, e) * (torch.rand(n, e) > 0.5)).double().requires_grad_()
     blocks, grad = torch.rand(n, 3) > 0.5, torch.randn(n, 8, dtype=torch.float64)
-    leaves = [x, gates, *experts.parameters()]
-    results = []
-    for kernel in (reference_block_ffn, grouped_block_ffn):
-        with patch.multiple(grouped, KEPT_FFNS=kept_ffns, CHUNK_ROWS=chunk_rows):
-            y = kernel(x, gates, blocks, experts.weights(), dropout)
-        results.append((y, torch.autograd.grad(y, leaves, grad)))
-    torch.testing.assert_close(results[0][0], results[1][0])
-    for want, got in zip(results[0][1], results[1][1], strict=True):
-        active = slice(None) if want.shape != gates.shape else (gates != 0)
-        torch.testing.assert_close(want[active], got[active])
+    assert_kernels_agree(x, gates, blocks, experts, grad, kept_ffns, chunk_rows, dropout)
 
 
 def test_the_reference_is_torchs_dropout_with_that_mask():

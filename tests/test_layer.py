@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,10 +10,11 @@ import torch.nn.functional as F
 from equations import decide, layer_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels_agree import assert_kernels_agree
 
 from unifmoe_dist import Routing, UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.kernels import grouped, grouped_block_ffn, reference_block_ffn, use_kernels
+from unifmoe_dist.kernels import use_kernels
 from unifmoe_dist.routing import route
 from unifmoe_dist.routing_policies import FixedCount, FixedDemand, RouterPolicies, prefix_order
 
@@ -392,16 +392,7 @@ def test_grouped_kernel_equals_reference_kernel(n, e, seed, bias, kept_ffns, chu
     gates = (torch.rand(n, e) * (torch.rand(n, e) > 0.5)).double().requires_grad_()
     blocks = torch.rand(n, 3) > 0.5
     grad = torch.randn(n, 8, dtype=torch.float64)
-    parameters = [x, gates, *layer.experts.parameters()]
-    results = []
-    for kernel in (reference_block_ffn, grouped_block_ffn):
-        with patch.multiple(grouped, KEPT_FFNS=kept_ffns, CHUNK_ROWS=chunk_rows):
-            y = kernel(x, gates, blocks, layer.experts.weights())
-        results.append((y, torch.autograd.grad(y, parameters, grad)))
-    torch.testing.assert_close(results[0][0], results[1][0])
-    for want, got in zip(results[0][1], results[1][1], strict=True):
-        active = slice(None) if want.shape != gates.shape else (gates != 0)
-        torch.testing.assert_close(want[active], got[active])
+    assert_kernels_agree(x, gates, blocks, layer.experts, grad, kept_ffns, chunk_rows)
 
 
 def test_only_selected_blocks_are_computed():

@@ -6,7 +6,6 @@ from contextlib import suppress
 from typing import get_args
 
 import torch
-from torch import nn
 
 from unifmoe_dist.config import GlueName, TrainConfig
 from unifmoe_dist.data.benchmarks import BENCHMARKS
@@ -22,24 +21,11 @@ def check_layers(config: TrainConfig) -> None:
     Raises:
         UserError: as building the model would.
     """
-    if config.model.moe == "none":
+    if config.model.moe == "none" or config.data.task not in (*BENCHMARKS, *get_args(GlueName)):
         return
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         backbone = None
         with suppress(UserError):  # a backbone that cannot be had is refused when its weights are read
-            backbone = _skeleton(config)
+            backbone = build.untrained_backbone(config)
         if backbone is not None:
             build.install_layers(config, backbone)
-
-
-def _skeleton(config: TrainConfig) -> nn.Module | None:
-    if config.data.task in BENCHMARKS:
-        from unifmoe_dist.data.vision_backbone import DEFAULT_BACKBONE, build_backbone
-
-        classes = BENCHMARKS[config.data.task].num_classes
-        return build_backbone(config.model.backbone or DEFAULT_BACKBONE, classes, config.data.image_size, "none")
-    if config.data.task in get_args(GlueName):
-        from unifmoe_dist.data.encoders import Encoder
-
-        return Encoder(build.glue_encoder(config).source, "none").classifier(2, 0.0)
-    return None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 from unifmoe_dist.analysis.memory.estimate import Estimate
 from unifmoe_dist.analysis.memory.ledger import KINDS
-from unifmoe_dist.config import GlueName, TrainConfig
+from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.engine import build
 
 GIB = 2**30
 MARGIN = 0.1
@@ -95,7 +95,7 @@ def assumptions(config: TrainConfig, budget: Budget) -> str:
         "Kinds are at their most, which is not all at the same time: the peak is below their sum.",
         "Assumed: routers as they start, and optimiser states that exist (from the second step on).",
     ]
-    if config.data.task in (*get_args(GlueName), "acceptability"):
+    if build.is_language(config):
         lines += ["Every sentence has the longest length, 128 tokens, without padding."]
     if budget.gpu:
         lines += ["GPU kernels (docs/memory.md): fused attention, Triton experts, optimisers over lists of tensors."]

@@ -14,17 +14,23 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a download
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from unifmoe_dist.engine import compiling  # noqa: E402
-
-COMPILE = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+COMPILED = [
+    "from deepspeed.comm.torch import build_shm_op; build_shm_op()",  # sums over CPU ranks
+    "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()",  # an offloaded optimiser
+]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Compile what DeepSpeed's CPU ranks need before any test: inside one, its time limit could end the compiler."""
+    """Compile what DeepSpeed's CPU ranks need before any test: inside one, its time limit could end the compiler.
+
+    torch compiles again when a path of the environment differs, so only it knows whether there is anything to do.
+    """
     here = hasattr(session.config, "workerinput")  # a worker of pytest-xdist: the session has begun before it
-    if not (here or torch.cuda.is_available() or session.config.option.collectonly or compiling.is_built()):
+    if not (here or torch.cuda.is_available() or session.config.option.collectonly):
         environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-        subprocess.run([sys.executable, "-c", COMPILE], env=environment, timeout=900, check=False)
+        builds = [subprocess.Popen([sys.executable, "-c", program], env=environment) for program in COMPILED]
+        for build in builds:
+            build.wait(timeout=900)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,11 +1,13 @@
 """Say that an extension of DeepSpeed is being compiled, or that another process holds the lock of its build.
 
-torch compiles an extension at its first use, which takes about a minute, and says nothing. Meanwhile a file `lock` lies
-in its folder, and other processes wait until it goes. One that was killed leaves it, and then they wait for ever.
+torch compiles an extension at its first use in an environment, which takes about a minute, and says nothing. Other
+processes wait meanwhile for the file `lock` in its folder. Up to torch 2.10 the file's presence is the lock: a process
+that was killed leaves it, and then others wait for ever. Later the file stays, and the kernel knows who holds it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 import threading
@@ -39,8 +41,10 @@ def announced(name: str, say: Callable[[str], None] | None = None) -> Iterator[N
             return
         say = _print
     over = threading.Event()
-    foreign = any(_age(lock) > TOGETHER_SECONDS for lock in _locks(name))
-    watch = threading.Thread(target=_watch, args=(name, foreign, over, say), name="compiling", daemon=True)
+    lock = _lock(name)
+    watch = threading.Thread(
+        target=_watch, args=(lock, _is_anothers(lock), over, say), name="compiling", daemon=True
+    )
     watch.start()
     try:
         yield
@@ -49,55 +53,87 @@ def announced(name: str, say: Callable[[str], None] | None = None) -> Iterator[N
         watch.join()
 
 
-def is_built(name: str = SHARED_MEMORY) -> bool:
-    """Whether an extension has been compiled here before."""
-    return any(lock.with_name(f"{name}.so").exists() for lock in _locks(name))
-
-
 def _print(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _watch(name: str, foreign: bool, over: threading.Event, say: Callable[[str], None]) -> None:
-    started, next_line = time.monotonic(), PATIENCE_SECONDS
+def _watch(lock: Path, foreign: bool, over: threading.Event, say: Callable[[str], None]) -> None:
+    name, started, next_line = lock.parent.name, time.monotonic(), PATIENCE_SECONDS
     while not over.wait(_POLL_SECONDS):
-        lock = next((lock for lock in _locks(name) if lock.exists()), None)
-        if lock is None:
+        if not _is_held(lock):
             foreign = False
         elif not foreign and not lock.with_name(f"{name}.so").exists() and next_line == PATIENCE_SECONDS:
             say(f"compiling DeepSpeed's {name}: once per environment, about a minute")
             next_line = PATIENCE_SECONDS + AGAIN_SECONDS
         elif time.monotonic() - started >= next_line:
             seconds = time.monotonic() - started
-            say(f"waiting for {seconds:.0f} s for {'another process' if foreign else 'the process'} that compiles "
-                f"DeepSpeed's {name} ({_left_by(lock)})")  # fmt: skip
+            who = "another process" if foreign else "the process"
+            say(f"waiting for {seconds:.0f} s for {who} that compiles DeepSpeed's {name} ({_state(lock)})")
             next_line = seconds + AGAIN_SECONDS
 
 
-def _locks(name: str) -> list[Path]:
-    """Where torch may keep the lock of an extension's build: it adds its CUDA version to the folder's name."""
-    if given := os.environ.get("TORCH_EXTENSIONS_DIR"):
-        return [Path(given) / name / "lock"]
-    from torch.utils.cpp_extension import get_default_build_root
+def _lock(name: str) -> Path:
+    """The lock of an extension's build by this torch: others keep theirs in folders of their own."""
+    from torch.utils.cpp_extension import _get_build_directory
 
-    version = f"py{sys.version_info.major}{sys.version_info.minor}"
-    return [folder / name / "lock" for folder in Path(get_default_build_root()).glob(f"{version}*")]
+    return Path(_get_build_directory(name, False)) / "lock"
 
 
-def _age(lock: Path) -> float:
-    """Seconds since a lock was taken; 0 if there is none."""
+def _kernel_keeps_locks() -> bool:
+    """Whether this torch locks the file, or else takes its presence for the lock."""
+    from torch.utils import cpp_extension
+
+    return hasattr(cpp_extension, "FileLock")
+
+
+def _is_held(lock: Path) -> bool:
+    if not _kernel_keeps_locks():
+        return lock.exists()
     try:
-        return time.time() - lock.stat().st_mtime
+        with lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no file yet
+        pass
+    return False
+
+
+def _is_anothers(lock: Path) -> bool:
+    """Whether a process that is no rank of this job builds: ranks have one parent, and begin together."""
+    if not _is_held(lock):
+        return False
+    holder = _holder(lock)
+    with suppress(OSError, ValueError):
+        parent = int(Path(f"/proc/{holder}/stat").read_text().rpartition(")")[2].split()[1])
+        return holder != os.getpid() and parent != os.getppid()
+    try:
+        return time.time() - lock.stat().st_mtime > TOGETHER_SECONDS
     except OSError:
-        return 0.0
+        return False
 
 
-def _left_by(lock: Path) -> str:
-    """What is known about a lock: who holds it, or that it may be removed."""
+def _holder(lock: Path) -> int | None:
+    """The process that holds a lock, where it is one that this user may see."""
     with suppress(OSError):
-        target = lock.resolve()
-        for process in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                if any(entry.resolve() == target for entry in (process / "fd").iterdir()):
-                    return f"process {process.name} is at it; its lock is {lock}"
+        target = lock.stat()
+        if _kernel_keeps_locks():
+            for line in Path("/proc/locks").read_text().splitlines():
+                words = line.split()  # 1: FLOCK ADVISORY WRITE pid device:device:inode first last
+                if words[1] == "FLOCK" and words[5].rpartition(":")[2] == str(target.st_ino) and int(words[4]) > 0:
+                    return int(words[4])
+        else:
+            for process in Path("/proc").glob("[0-9]*"):
+                with suppress(OSError):
+                    if any(os.path.samestat(entry.stat(), target) for entry in (process / "fd").iterdir()):
+                        return int(process.name)
+    return None
+
+
+def _state(lock: Path) -> str:
+    """What is known about a lock that is held: by whom, or that it may be removed."""
+    if holder := _holder(lock):
+        return f"process {holder} is at it; its lock is {lock}"
+    if _kernel_keeps_locks():
+        return f"its lock is {lock}, held by a process that cannot be seen from here"
     return f"no process of yours on this host is at it: if none on another host is either, delete {lock}"

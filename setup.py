@@ -47,12 +47,12 @@ setup(
     license_expression="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
-    # launch/ and configs/ are installed inside the package, where unifmoe_dist/shipped.py finds them.
+    # launch/ and configs/ are installed inside the package, where unifmoe_dist/resources.py finds them.
     packages=[*find_packages(include=["unifmoe_dist", "unifmoe_dist.*"]), *SHIPPED],
     package_dir={package: package.removeprefix("unifmoe_dist.") for package in SHIPPED},
     package_data={
         "unifmoe_dist": ["py.typed"],
-        "unifmoe_dist.analysis.html_report": ["templates/*"],
+        "unifmoe_dist.studies.html": ["templates/*"],
         "unifmoe_dist.configs": ["*.yaml", "*/*.yaml"],
     },
     entry_points={"console_scripts": ["unifmoe=unifmoe_dist.console:main"]},

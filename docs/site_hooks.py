@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from unifmoe_dist.config import TrainConfig
-from unifmoe_dist.engine.option_list import Option, options
+from unifmoe_dist.train.option_list import Option, options
 
 MARKER = "<!-- options -->"
 TITLES = {

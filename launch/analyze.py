@@ -15,9 +15,9 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from unifmoe_dist.engine.cli import run_main
-from unifmoe_dist.engine.options import OptionParser
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.train.cli import run_main
+from unifmoe_dist.train.options import OptionParser
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> None:
             raise UserError(f"{name} must be at least 1, not {value}.")
     if not -1 <= options.delta <= 1:
         raise UserError(f"--delta is a cosine, from -1 to 1, not {options.delta:g}.")
-    from unifmoe_dist.analysis.run_report import StudyOptions, can_be_diagnosed, load_run, write_report
+    from unifmoe_dist.studies.run_report import StudyOptions, can_be_diagnosed, load_run, write_report
 
     folders: list[Path] = [options.run] if options.compare is None else [options.run, options.compare]
     if len({folder.resolve() for folder in folders}) < len(folders):

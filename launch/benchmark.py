@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from unifmoe_dist.engine.cli import run_main
-from unifmoe_dist.engine.options import OptionParser
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.train.cli import run_main
+from unifmoe_dist.train.options import OptionParser
 
 SHAPES = ("vision", "language", "vision-uniform", "language-uniform")
 MODELS = ("deit-s", "bert-large")
@@ -60,9 +60,9 @@ def main(arguments: Sequence[str]) -> None:
     import torch
     from tqdm import tqdm
 
-    from unifmoe_dist.analysis import benchmark
-    from unifmoe_dist.analysis.benchmark import plots
-    from unifmoe_dist.engine.checkpoint import write_text
+    from unifmoe_dist.studies import benchmark
+    from unifmoe_dist.studies.benchmark import plots
+    from unifmoe_dist.train.checkpoint import write_text
 
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from unifmoe_dist.engine.cli import run_main
-from unifmoe_dist.engine.options import OptionParser
+from unifmoe_dist.train.cli import run_main
+from unifmoe_dist.train.options import OptionParser
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -16,10 +16,10 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--output", type=Path, required=True, help="file to write")
     parser.add_argument("--checkpoint", default="best", help="best, latest or step-N (default: best)")
     options = parser.parse_args(arguments)
-    from unifmoe_dist.engine.export import consolidate
+    from unifmoe_dist.train.export import consolidate
 
     written = consolidate(options.run, options.output, options.checkpoint)
-    print(f"{written}: load it with unifmoe_dist.engine.export.load_consolidated")
+    print(f"{written}: load it with unifmoe_dist.train.export.load_consolidated")
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from unifmoe_dist.data.benchmarks import BENCHMARKS, Benchmark
 from unifmoe_dist.data.image_folders import DATA
-from unifmoe_dist.engine.cli import run_main
-from unifmoe_dist.engine.options import OptionParser
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.train.cli import run_main
+from unifmoe_dist.train.options import OptionParser
 
 
 def parser() -> OptionParser:

@@ -12,8 +12,8 @@ from pathlib import Path
 SETUP = "run `make setup` and `source .venv/bin/activate`."
 
 try:
-    from unifmoe_dist.engine.cli import run_main
-    from unifmoe_dist.engine.options import OptionParser
+    from unifmoe_dist.train.cli import run_main
+    from unifmoe_dist.train.options import OptionParser
 except ImportError as error:
     sys.exit(f"error: {error}; {SETUP}")
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print the findings as one JSON list")
     options = parser.parse_args(arguments)
     try:
-        from unifmoe_dist.engine.doctor import examine
+        from unifmoe_dist.studies.doctor import examine
     except ImportError as error:
         sys.exit(f"error: {error}; {SETUP}")
     findings = []

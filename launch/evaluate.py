@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from unifmoe_dist.engine.cli import load_train_config, run_main
-from unifmoe_dist.engine.options import OptionParser
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.train.cli import load_train_config, run_main
+from unifmoe_dist.train.options import OptionParser
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -25,12 +25,13 @@ def main(arguments: Sequence[str]) -> None:
     if not options.run.is_dir():
         raise UserError(f"{options.run} is not a folder; give the folder that a training run wrote.")
     config = load_train_config(str(options.run / "config.yaml"))
-    from unifmoe_dist.engine import checkpoint, heartbeat
-    from unifmoe_dist.engine.closing import result_sentence
-    from unifmoe_dist.engine.evaluate import evaluate
-    from unifmoe_dist.engine.own_model import own_model, own_task
-    from unifmoe_dist.engine.ranks import running_ranks, seed_everything
-    from unifmoe_dist.engine.trainer import summarise
+    from unifmoe_dist.runtime import heartbeat
+    from unifmoe_dist.runtime.ranks import running_ranks, seed_everything
+    from unifmoe_dist.train import checkpoint
+    from unifmoe_dist.train.closing import result_sentence
+    from unifmoe_dist.train.evaluate import evaluate
+    from unifmoe_dist.train.own_model import own_model, own_task
+    from unifmoe_dist.train.trainer import summarise
 
     saved = checkpoint.latest(options.run, options.checkpoint)
     with running_ranks(1) as ranks:

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from unifmoe_dist.engine.cli import run_main
-from unifmoe_dist.engine.options import OptionParser
+from unifmoe_dist.train.cli import run_main
+from unifmoe_dist.train.options import OptionParser
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -16,11 +16,11 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--checkpoint", default="best", help="best, latest or step-N (default: best)")
     options = parser.parse_args(arguments)
-    from unifmoe_dist.engine.export import export
+    from unifmoe_dist.train.export import export
 
     written = export(options.run, options.output, options.checkpoint)
     print(f"{written}: load it with from_pretrained (Transformers), timm.create_model (dense timm models) or "
-          "unifmoe_dist.engine.export.load_exported")  # fmt: skip
+          "unifmoe_dist.train.export.load_exported")  # fmt: skip
 
 
 if __name__ == "__main__":

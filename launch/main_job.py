@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from unifmoe_dist import interrupts
-from unifmoe_dist.analysis.compare import comparison_table
-from unifmoe_dist.engine.cli import run_main
+from unifmoe_dist.runtime import interrupts
+from unifmoe_dist.studies.report.compare import comparison_table
+from unifmoe_dist.train.cli import run_main
 
 CPU_RANKS = 2
 
@@ -20,7 +20,7 @@ def launch(folder: Path, options: Sequence[str]) -> None:
     import torch
 
     environment = dict(os.environ)
-    command = [sys.executable, "-m", "unifmoe_dist.engine.deepspeed_launcher"]
+    command = [sys.executable, "-m", "unifmoe_dist.runtime.deepspeed_launcher"]
     if not torch.cuda.is_available():
         environment["DS_ACCELERATOR"] = "cpu"
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // CPU_RANKS)))

@@ -13,9 +13,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from unifmoe_dist.engine.cli import parse_train_config, run_main
-from unifmoe_dist.engine.options import OptionParser
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.train.cli import parse_train_config, run_main
+from unifmoe_dist.train.options import OptionParser
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -29,8 +29,8 @@ def main(arguments: Sequence[str]) -> None:
     if options.ranks is not None and not words:
         raise UserError("--ranks is for a configuration that is given; the settings without one have their own.")
     given = [("as given", parse_train_config(words), options.ranks or 1)] if words else []
-    from unifmoe_dist.analysis.memory.cases import cases
-    from unifmoe_dist.analysis.memory.measure import check
+    from unifmoe_dist.studies.memory.cases import cases
+    from unifmoe_dist.studies.memory.measure import check
 
     print("| setting | ranks | estimated (MiB) | measured (MiB) | ratio |")
     print("| --- | ---: | ---: | ---: | ---: |", flush=True)

@@ -11,10 +11,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from unifmoe_dist.engine.cli import run_main
-from unifmoe_dist.engine.options import OptionParser
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.rehearsal.scenarios import SCENARIOS, Rehearsal
+from unifmoe_dist.studies.rehearsal.scenarios import SCENARIOS, Rehearsal
+from unifmoe_dist.train.cli import run_main
+from unifmoe_dist.train.options import OptionParser
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from unifmoe_dist.engine.cli import run_main
-from unifmoe_dist.engine.options import OptionParser
+from unifmoe_dist.train.cli import run_main
+from unifmoe_dist.train.options import OptionParser
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--output", type=Path, help="folder of the report (FOLDER/report)")
     options = parser.parse_args(arguments)
 
-    from unifmoe_dist.analysis.report import write_report
+    from unifmoe_dist.studies.report.folder import write_report
 
     print(write_report(options.folder, options.output or options.folder / "report"))
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 from unifmoe_dist.config import ModelConfig, ParallelConfig
-from unifmoe_dist.engine.cli import run_main
-from unifmoe_dist.engine.options import OptionParser
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.train.cli import run_main
+from unifmoe_dist.train.options import OptionParser
 
 PREDICTION = (
     "predict", "nodes", "gpus_per_node", "node_gbps", "link_gbps", "node_latency_us", "link_latency_us",
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> None:
     if options.volume:
         if others := [word for word in arguments if word != "--volume"]:
             raise UserError(f"--volume takes no other option: {' '.join(others)} would change nothing; leave it out.")
-        from unifmoe_dist.analysis.volume import format_volume_table, volume_table
+        from unifmoe_dist.studies.scaling.volume import format_volume_table, volume_table
 
         print(format_volume_table(volume_table()))
     elif options.predict is not None:
@@ -78,9 +78,9 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def sweep(options: argparse.Namespace) -> None:
-    from unifmoe_dist.analysis import scaling
-    from unifmoe_dist.analysis.scaling_plots import plot_study
-    from unifmoe_dist.analysis.scaling_point import Study
+    from unifmoe_dist.studies.scaling import grid as scaling
+    from unifmoe_dist.studies.scaling.plots import plot_study
+    from unifmoe_dist.studies.scaling.point import Study
 
     study = Study(
         options.width, options.depth, options.blocks, options.precision, options.warmup, options.steps, options.threads
@@ -101,8 +101,9 @@ def sweep(options: argparse.Namespace) -> None:
 
 
 def predict(options: argparse.Namespace) -> None:
-    from unifmoe_dist.analysis import cost_model, scaling
-    from unifmoe_dist.analysis.scaling_plots import plot_predictions
+    from unifmoe_dist.studies.scaling import cost_model
+    from unifmoe_dist.studies.scaling import grid as scaling
+    from unifmoe_dist.studies.scaling.plots import plot_predictions
 
     cluster = cost_model.Cluster(
         options.nodes, options.gpus_per_node, options.node_gbps, options.link_gbps,
@@ -119,8 +120,9 @@ def predict(options: argparse.Namespace) -> None:
 
 def fit(folder: Path):  # type: ignore[no-untyped-def]  # a CostModel; its module is loaded when needed
     """Fit the cost model to a study, write it and its plot beside it, and print it."""
-    from unifmoe_dist.analysis import cost_model, scaling
-    from unifmoe_dist.analysis.scaling_plots import plot_check
+    from unifmoe_dist.studies.scaling import cost_model
+    from unifmoe_dist.studies.scaling import grid as scaling
+    from unifmoe_dist.studies.scaling.plots import plot_check
 
     study = scaling.read_study(folder)
     result = cost_model.check(scaling.read_points(folder), study)

@@ -22,15 +22,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unifmoe_dist import shipped
-from unifmoe_dist.baselines.tables import BENCHMARKS, SEEDS, TABLES
-from unifmoe_dist.engine.cli import parse_train_config, run_main
-from unifmoe_dist.engine.options import OptionParser
+from unifmoe_dist import resources
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.sweep.plan import Run, Selection, expand
+from unifmoe_dist.studies.sweep.plan import Run, Selection, expand
+from unifmoe_dist.studies.tables import BENCHMARKS, SEEDS, TABLES
+from unifmoe_dist.train.cli import parse_train_config, run_main
+from unifmoe_dist.train.options import OptionParser
 
 if TYPE_CHECKING:
-    from unifmoe_dist.sweep.run_folder import State
+    from unifmoe_dist.studies.sweep.run_folder import State
 
 
 def parser() -> OptionParser:
@@ -57,19 +57,19 @@ def parser() -> OptionParser:
 
 
 def _configuration(path: str) -> Path:
-    return Path(shipped.config(path))
+    return Path(resources.config(path))
 
 
 def main(arguments: Sequence[str]) -> None:
     options = parser().parse_args(arguments)
-    runs = expand(selection(options), options.output, shipped.folder("configs"))
-    from unifmoe_dist.sweep.run_folder import State, state_of
+    runs = expand(selection(options), options.output, resources.folder("configs"))
+    from unifmoe_dist.studies.sweep.run_folder import State, state_of
 
     if options.dry_run:
         print(describe(runs, [state_of(run) for run in runs], options.discard_checkpoints))
         return
-    from unifmoe_dist.sweep.inputs import check_inputs
-    from unifmoe_dist.sweep.pool import run_all
+    from unifmoe_dist.studies.sweep.inputs import check_inputs
+    from unifmoe_dist.studies.sweep.pool import run_all
 
     chosen = places(options)
     check_inputs([run for run in runs if state_of(run) is not State.FINISHED])
@@ -139,8 +139,8 @@ def places(options: argparse.Namespace) -> list[dict[str, str]]:
 
 def describe(runs: Sequence[Run], states: Sequence[State], discard_checkpoints: bool) -> str:
     """The run list, and the hours and disk it needs."""
-    from unifmoe_dist.sweep.estimate import estimate
-    from unifmoe_dist.sweep.run_folder import State
+    from unifmoe_dist.studies.sweep.estimate import estimate
+    from unifmoe_dist.studies.sweep.run_folder import State
 
     lines = [f"{state.value:10s} {run.name}  ->  {run.folder}" for run, state in zip(runs, states, strict=True)]
     counts = Counter(states)

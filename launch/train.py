@@ -6,27 +6,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from unifmoe_dist.engine import heartbeat
-from unifmoe_dist.engine.cli import parse_train_config, run_main
-from unifmoe_dist.engine.estimate_options import plan_options
-from unifmoe_dist.engine.options import program
+from unifmoe_dist.runtime import heartbeat
+from unifmoe_dist.studies.memory.options import plan_options
+from unifmoe_dist.train.cli import parse_train_config, run_main
+from unifmoe_dist.train.options import program
 
 
 def main(arguments: Sequence[str]) -> None:
     planning, words = plan_options(arguments)
     config = parse_train_config(words, prog=program("train.py"))
     if planning.estimate:
-        from unifmoe_dist.analysis.memory.command import plan
+        from unifmoe_dist.studies.memory.command import plan
 
         plan(config, planning)
         return
-    from unifmoe_dist.engine.ranks import running_ranks, world_size_from_environment
+    from unifmoe_dist.runtime.ranks import running_ranks, world_size_from_environment
 
     world_size = world_size_from_environment()
     config.validate(world_size)
-    from unifmoe_dist.engine.closing import closing_words
-    from unifmoe_dist.engine.restart import check_shared, only_writer
-    from unifmoe_dist.engine.trainer import Trainer, choose_folder
+    from unifmoe_dist.train.closing import closing_words
+    from unifmoe_dist.train.run import check_shared, only_writer
+    from unifmoe_dist.train.trainer import Trainer, choose_folder
 
     folder = choose_folder(config)
     parallel, size = config.parallel, config.expert_parallel_size(world_size)

@@ -13,7 +13,7 @@ from typing import Any
 
 from ranks import _context
 
-from unifmoe_dist.engine.cli import run_main
+from unifmoe_dist.train.cli import run_main
 
 ROOT = Path(__file__).parent.parent
 

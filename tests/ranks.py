@@ -16,7 +16,7 @@ import torch.distributed as dist
 _context = multiprocessing.get_context("forkserver")
 # What all ranks import is imported once, before they are forked. Not with a GPU: CUDA does not survive a fork.
 _HEAVY = ["sklearn.datasets", "timm", "transformers", "deepspeed", "torch.utils.tensorboard",
-          "unifmoe_dist.engine.trainer", "unifmoe_dist.analysis.training_plots"]  # fmt: skip
+          "unifmoe_dist.train.trainer", "unifmoe_dist.studies.training_plots"]  # fmt: skip
 _context.set_forkserver_preload(["torch", "unifmoe_dist.layer", *([] if torch.cuda.is_available() else _HEAVY)])
 
 

@@ -15,16 +15,16 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import nn
 
-from unifmoe_dist.baselines.algorithms import ALGORITHMS, Algorithm
-from unifmoe_dist.baselines.algorithms.dmda import SelectiveHead, add_selective_head
+from unifmoe_dist.algorithms import ALGORITHMS, Algorithm
+from unifmoe_dist.algorithms.dmda import SelectiveHead, add_selective_head
 from unifmoe_dist.config import AlgorithmConfig, DataConfig, DMDAConfig, ModelConfig, OptimConfig, TrainConfig
 from unifmoe_dist.data.digits import build_digits_vit, digits_task
-from unifmoe_dist.engine import build, checkpoint, export
-from unifmoe_dist.engine.cli import dump_train_config, load_train_config, parse_train_config
-from unifmoe_dist.engine.evaluate import evaluate
-from unifmoe_dist.engine.ranks import Ranks, running_ranks
-from unifmoe_dist.engine.trainer import Trainer, choose_folder
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.runtime.ranks import Ranks, running_ranks
+from unifmoe_dist.train import build, checkpoint, export
+from unifmoe_dist.train.cli import dump_train_config, load_train_config, parse_train_config
+from unifmoe_dist.train.evaluate import evaluate
+from unifmoe_dist.train.trainer import Trainer, choose_folder
 
 GENERALISING = ("lfme", "dmda", "pcmoe")
 CLASSES, ENVIRONMENTS = 4, 3

@@ -19,25 +19,15 @@ from PIL import Image
 from test_faults import SMALL
 
 from launch import analyze
-from unifmoe_dist.analysis.figures.training import compute_figure, curves_figure, usage_figure
-from unifmoe_dist.analysis.html_report import (
-    Code,
-    KeyNumber,
-    Number,
-    Page,
-    Section,
-    Table,
-    Text,
-    write,
-    write_page,
-)
-from unifmoe_dist.analysis.html_report.write import prose, render
-from unifmoe_dist.analysis.run_report import costs as costs_module
-from unifmoe_dist.analysis.run_report import load_run
-from unifmoe_dist.analysis.run_report.loading import layer_names
-from unifmoe_dist.analysis.run_report.usage_sections import demand_threshold
-from unifmoe_dist.baselines.methods import METHODS
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.methods.registry import METHODS
+from unifmoe_dist.studies.figures.training import compute_figure, curves_figure, usage_figure
+from unifmoe_dist.studies.html import Code, KeyNumber, Number, Page, Section, Table, Text, write, write_page
+from unifmoe_dist.studies.html.write import prose, render
+from unifmoe_dist.studies.run_report import costs as costs_module
+from unifmoe_dist.studies.run_report import load_run
+from unifmoe_dist.studies.run_report.loading import layer_names
+from unifmoe_dist.studies.run_report.usage_sections import demand_threshold
 
 WORDS = [*SMALL, "--steps", "2", "--model.layers", "[3]"]
 HOSTILE = "<b>x 'y' \"z\"; $(touch named) $\\frac$\n{0} %d"

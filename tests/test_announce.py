@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from unifmoe_dist.engine import announce, build, changes, heartbeat
-from unifmoe_dist.engine.cli import dump_train_config, parse_train_config
-from unifmoe_dist.engine.ranks import Ranks
+from unifmoe_dist.runtime import heartbeat
+from unifmoe_dist.runtime.ranks import Ranks
+from unifmoe_dist.train import announce, build, changes
+from unifmoe_dist.train.cli import dump_train_config, parse_train_config
 
 
 def lines(words: str, ranks: Ranks, step: int = 0) -> list[str]:

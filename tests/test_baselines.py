@@ -17,19 +17,19 @@ from ranks import run_ranks
 from sharded import EXCHANGES, held_here
 from test_faults import SMALL
 
-from unifmoe_dist.analysis import training_plots
-from unifmoe_dist.baselines import MOE_LAYERS, LayerOptions, upcycle_baseline
-from unifmoe_dist.baselines.balanced_kmeans import balanced_assignment, balanced_kmeans
-from unifmoe_dist.baselines.mass import MASSConfig, MASSLayer, reaching_mass
-from unifmoe_dist.baselines.noisy_top_k import load_importance_loss
-from unifmoe_dist.baselines.topk import balance_loss
 from unifmoe_dist.config import ModelConfig, OptimConfig, ParallelConfig, TrainConfig
-from unifmoe_dist.engine import build, checkpoint, export
-from unifmoe_dist.engine.cli import load_train_config
-from unifmoe_dist.engine.ranks import running_ranks
-from unifmoe_dist.engine.trainer import Trainer
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import AppliedStep
+from unifmoe_dist.methods import MOE_LAYERS, LayerOptions, upcycle_baseline
+from unifmoe_dist.methods.balanced_kmeans import balanced_assignment, balanced_kmeans
+from unifmoe_dist.methods.mass import MASSConfig, MASSLayer, reaching_mass
+from unifmoe_dist.methods.noisy_top_k import load_importance_loss
+from unifmoe_dist.methods.topk import balance_loss
+from unifmoe_dist.runtime.ranks import running_ranks
+from unifmoe_dist.studies import training_plots
+from unifmoe_dist.train import build, checkpoint, export
+from unifmoe_dist.train.cli import load_train_config
+from unifmoe_dist.train.trainer import Trainer
 from unifmoe_dist.upcycling import moe_layers
 from unifmoe_dist.usage import UsageSummary
 

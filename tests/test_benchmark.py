@@ -17,13 +17,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer
-from unifmoe_dist.analysis import benchmark
-from unifmoe_dist.analysis.benchmark import layers as layers_module
-from unifmoe_dist.analysis.benchmark import plots
-from unifmoe_dist.analysis.benchmark.layers import dense_ffn
-from unifmoe_dist.analysis.benchmark.peers import PEERS, reason
-from unifmoe_dist.analysis.benchmark.timing import Subject
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.studies import benchmark
+from unifmoe_dist.studies.benchmark import layers as layers_module
+from unifmoe_dist.studies.benchmark import plots
+from unifmoe_dist.studies.benchmark.layers import dense_ffn
+from unifmoe_dist.studies.benchmark.peers import PEERS, reason
+from unifmoe_dist.studies.benchmark.timing import Subject
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
@@ -136,8 +136,8 @@ def test_a_peer_that_cannot_run_says_why(library, name):
 def test_scattermoe_in_the_interpreter():
     code = """
 import torch
-from unifmoe_dist.analysis.benchmark import Shape
-from unifmoe_dist.analysis.benchmark.peers import PEERS
+from unifmoe_dist.studies.benchmark import Shape
+from unifmoe_dist.studies.benchmark.peers import PEERS
 torch.manual_seed(0)
 layer = PEERS["ScatterMoE"](Shape("small", 32, 64, 128, 4, 4), 2, torch.device("cpu"), torch.float32)
 x = torch.randn(32, 64, requires_grad=True)

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_groups_weight_decay
 
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer, upcycle
-from unifmoe_dist.baselines import MOE_LAYERS, LayerOptions, upcycle_baseline
-from unifmoe_dist.engine import checkpoint
-from unifmoe_dist.engine.build import parameter_groups
+from unifmoe_dist.methods import MOE_LAYERS, LayerOptions, upcycle_baseline
+from unifmoe_dist.train import checkpoint
+from unifmoe_dist.train.build import parameter_groups
 from unifmoe_dist.upcycling import moe_layers
 
 

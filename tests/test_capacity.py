@@ -20,9 +20,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer, upcycle
 from unifmoe_dist.config import DataConfig, ModelConfig, OptimConfig, TrainConfig
 from unifmoe_dist.dispatch import limit_load
-from unifmoe_dist.engine.ranks import running_ranks
-from unifmoe_dist.engine.trainer import Trainer
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.runtime.ranks import running_ranks
+from unifmoe_dist.train.trainer import Trainer
 from unifmoe_dist.upcycling import moe_layers
 from unifmoe_dist.usage import UsageSummary
 

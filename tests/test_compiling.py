@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from unifmoe_dist.engine import compiling
+from unifmoe_dist.runtime import compiling
 
 
 @pytest.fixture(params=["kept by the kernel", "there or not"])

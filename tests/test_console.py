@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from unifmoe_dist import console
-from unifmoe_dist.engine import options
+from unifmoe_dist.train import options
 
 
 @pytest.mark.parametrize("name", console.COMMANDS)
@@ -56,7 +56,7 @@ def test_several_gpus_go_through_the_launcher_but_its_ranks_do_not(monkeypatch):
     for name in ("RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     console.main()
-    launcher = [sys.executable, "-m", "unifmoe_dist.engine.deepspeed_launcher"]  # waits for ranks after Ctrl-C
+    launcher = [sys.executable, "-m", "unifmoe_dist.runtime.deepspeed_launcher"]  # waits for ranks after Ctrl-C
     assert started[0] == [*launcher, str(console.script("train")), "--steps", "3"]
     started.clear()
     monkeypatch.setenv("RANK", "0")

@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer, upcycle
-from unifmoe_dist.analysis.cost import FLOP_UNIT, PARAMETER_UNIT, count_cost, layer_cost, library_flops
-from unifmoe_dist.analysis.cost_measure import LiveTensors, measure_cost
-from unifmoe_dist.analysis.cost_paper import DERIVED, dynmoe, gmoe, published_cost, unif_moe
-from unifmoe_dist.analysis.cost_table import csv_table, markdown_table, statistics_of
-from unifmoe_dist.analysis.run_report.costs import method_config
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.kernels import grouped_products
+from unifmoe_dist.studies.cost.count import FLOP_UNIT, PARAMETER_UNIT, count_cost, layer_cost, library_flops
+from unifmoe_dist.studies.cost.measure import LiveTensors, measure_cost
+from unifmoe_dist.studies.cost.paper import DERIVED, dynmoe, gmoe, published_cost, unif_moe
+from unifmoe_dist.studies.cost.table import csv_table, markdown_table, statistics_of
+from unifmoe_dist.studies.run_report.costs import method_config
 from unifmoe_dist.upcycling import moe_layers
 from unifmoe_dist.usage import UsageSummary
 

@@ -24,9 +24,9 @@ from unifmoe_dist.data.domainbed import domainbed_task
 from unifmoe_dist.data.download import download
 from unifmoe_dist.data.prepare import fetch_archives, fetch_duplicates, prepare
 from unifmoe_dist.data.verify import verify
-from unifmoe_dist.engine.build import build_task
-from unifmoe_dist.engine.cli import parse_train_config
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.train.build import build_task
+from unifmoe_dist.train.cli import parse_train_config
 
 ROOT = Path(__file__).parent.parent
 _spec = importlib.util.spec_from_file_location("launch_data", ROOT / "launch/data.py")

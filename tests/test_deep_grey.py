@@ -47,7 +47,7 @@ READ_TWICE = """
 import sys
 from pathlib import Path
 from unifmoe_dist.data.images import read_image
-from unifmoe_dist.engine.read_ahead import read_ahead
+from unifmoe_dist.train.read_ahead import read_ahead
 
 if __name__ == "__main__":
     for _ in range(2):

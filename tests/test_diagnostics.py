@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from unifmoe_dist.analysis.capture import capture
-from unifmoe_dist.analysis.diagnostics import (
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.studies.diagnostics import (
     FrozenExperts,
     RouterTraining,
     Settings,
@@ -22,20 +22,20 @@ from unifmoe_dist.analysis.diagnostics import (
     train_router_on_task,
     write_diagnosis,
 )
-from unifmoe_dist.analysis.diagnostics.alignment import shared_sets, value_alignment
-from unifmoe_dist.analysis.diagnostics.coactivation import coactivation_frequency, pearson
-from unifmoe_dist.analysis.diagnostics.demand import functional_demand, prefix_errors
-from unifmoe_dist.analysis.diagnostics.demand_statistics import HIGH, LOW, demand_statistics
-from unifmoe_dist.analysis.diagnostics.pairs import as_matrix, expert_order, expert_pairs, top_pair
-from unifmoe_dist.analysis.diagnostics.reconstruction import (
+from unifmoe_dist.studies.diagnostics.alignment import shared_sets, value_alignment
+from unifmoe_dist.studies.diagnostics.coactivation import coactivation_frequency, pearson
+from unifmoe_dist.studies.diagnostics.demand import functional_demand, prefix_errors
+from unifmoe_dist.studies.diagnostics.demand_statistics import HIGH, LOW, demand_statistics
+from unifmoe_dist.studies.diagnostics.pairs import as_matrix, expert_order, expert_pairs, top_pair
+from unifmoe_dist.studies.diagnostics.reconstruction import (
     Reconstruction,
     reconstruction_problems,
     responses,
 )
-from unifmoe_dist.analysis.diagnostics.router_training import top2_gates, train_router
-from unifmoe_dist.analysis.diagnostics.task_router import _ResidualOutput
-from unifmoe_dist.analysis.diagnostics.transitions import rank_transition
-from unifmoe_dist.errors import UserError
+from unifmoe_dist.studies.diagnostics.router_training import top2_gates, train_router
+from unifmoe_dist.studies.diagnostics.task_router import _ResidualOutput
+from unifmoe_dist.studies.diagnostics.transitions import rank_transition
+from unifmoe_dist.studies.usage.capture import capture
 from unifmoe_dist.upcycling import moe_layers, upcycle
 
 FAST = RouterTraining(steps=60, batch_size=256)

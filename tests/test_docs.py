@@ -13,10 +13,10 @@ from jobs import run_job
 
 import unifmoe_dist
 from launch import analyze
-from unifmoe_dist.analysis.memory.command import plan_options
 from unifmoe_dist.config import TrainConfig
-from unifmoe_dist.engine.cli import parse_train_config
-from unifmoe_dist.engine.option_list import options
+from unifmoe_dist.studies.memory.command import plan_options
+from unifmoe_dist.train.cli import parse_train_config
+from unifmoe_dist.train.option_list import options
 
 ROOT = Path(__file__).parent.parent
 PAGES = {path.relative_to(ROOT): path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}

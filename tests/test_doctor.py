@@ -20,9 +20,9 @@ from tiny_images import make_benchmark
 
 from launch import data as data_command
 from unifmoe_dist.console import COMMANDS
-from unifmoe_dist.engine import doctor
-from unifmoe_dist.engine.doctor import data_sets, findings, gpus, machine, network, software
-from unifmoe_dist.engine.launchers import free_port
+from unifmoe_dist.runtime.launchers import free_port
+from unifmoe_dist.studies import doctor
+from unifmoe_dist.studies.doctor import data_sets, findings, gpus, machine, network, software
 
 ROOT = Path(__file__).parent.parent
 

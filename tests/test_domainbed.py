@@ -21,20 +21,20 @@ from ranks import run_ranks
 from tiny_images import make_benchmark, write_image
 from torchvision.datasets import ImageFolder
 
-from unifmoe_dist.analysis.run_report import load_run
 from unifmoe_dist.data.benchmarks import BENCHMARKS
 from unifmoe_dist.data.domainbed import domainbed_task, split
 from unifmoe_dist.data.image_folders import list_images
 from unifmoe_dist.data.images import MEAN, STD, EvaluationTransform, TrainingTransform
 from unifmoe_dist.data.vision_backbone import build_backbone
-from unifmoe_dist.engine.batches import TrainBatches, evaluation_batches
-from unifmoe_dist.engine.build import build_optimizer, install_layers
-from unifmoe_dist.engine.cli import load_train_config, parse_train_config
-from unifmoe_dist.engine.export import export, load_exported
-from unifmoe_dist.engine.ranks import Ranks
-from unifmoe_dist.engine.read_ahead import read_ahead
-from unifmoe_dist.engine.trainer import choose_folder
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.runtime.ranks import Ranks
+from unifmoe_dist.studies.run_report import load_run
+from unifmoe_dist.train.batches import TrainBatches, evaluation_batches
+from unifmoe_dist.train.build import build_optimizer, install_layers
+from unifmoe_dist.train.cli import load_train_config, parse_train_config
+from unifmoe_dist.train.export import export, load_exported
+from unifmoe_dist.train.read_ahead import read_ahead
+from unifmoe_dist.train.trainer import choose_folder
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.filterwarnings("ignore:.*results cannot be compared")

@@ -23,10 +23,10 @@ from test_faults import SMALL
 
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.config import ModelConfig, TrainConfig
-from unifmoe_dist.engine import build, checkpoint, export
-from unifmoe_dist.engine.cli import load_train_config
-from unifmoe_dist.engine.own_model import own_task
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.train import build, checkpoint, export
+from unifmoe_dist.train.cli import load_train_config
+from unifmoe_dist.train.own_model import own_task
 from unifmoe_dist.upcycling import moe_layers, upcycle
 
 SHORT = [*SMALL, "--steps", "2"]
@@ -147,7 +147,7 @@ def test_another_data_root_is_refused_where_nothing_is_read(dense):
 
 LOAD = """
 import sys
-from unifmoe_dist.engine.export import load_consolidated
+from unifmoe_dist.train.export import load_consolidated
 model = load_consolidated(sys.argv[1])
 import torch
 print(type(model).__name__, torch.distributed.is_initialized())

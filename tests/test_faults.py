@@ -21,15 +21,15 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from test_training import make_config
 
-from unifmoe_dist.analysis.resume_plot import plot_resume
 from unifmoe_dist.dispatch import alltoall
-from unifmoe_dist.engine import checkpoint, evaluate
-from unifmoe_dist.engine.batches import TrainBatches
-from unifmoe_dist.engine.lifeline import Lifeline
-from unifmoe_dist.engine.ranks import running_ranks
-from unifmoe_dist.engine.trainer import Trainer
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.layer import UniFMoELayer
+from unifmoe_dist.runtime.ranks import running_ranks
+from unifmoe_dist.runtime.watchdog import Watchdog
+from unifmoe_dist.studies.scaling.resume_plot import plot_resume
+from unifmoe_dist.train import checkpoint, evaluate
+from unifmoe_dist.train.batches import TrainBatches
+from unifmoe_dist.train.trainer import Trainer
 
 SMALL = [
     "--steps", "6", "--eval_every", "2", "--log_every", "1", "--progress", "false", "--baseline", "false",
@@ -130,7 +130,7 @@ def refuse(rank, refusing):
 
     if rank in refusing:
         on_call(TrainBatches, "step", 2, fault)
-        on_call(Lifeline, "tell", 1, lambda: time.sleep(1))  # both must find out by other means
+        on_call(Watchdog, "tell", 1, lambda: time.sleep(1))  # both must find out by other means
 
 
 @pytest.mark.parametrize("refusing", [[1], [0, 1]])
@@ -161,8 +161,8 @@ BREAK = """
 import os, sys
 sys.path.insert(0, {launch!r})
 import train
-from unifmoe_dist.engine.cli import run_main
-from unifmoe_dist.engine.batches import TrainBatches
+from unifmoe_dist.train.cli import run_main
+from unifmoe_dist.train.batches import TrainBatches
 from unifmoe_dist.errors import UserError
 rank, how, step = os.environ["RANK"], {how!r}, TrainBatches.step
 def faulty(self, number):

@@ -12,19 +12,19 @@ import pytest
 import torch
 from original_numbers import ORIGINAL
 
-from unifmoe_dist.baselines import MOE_LAYERS, LayerOptions
-from unifmoe_dist.baselines.mass import OVER, MASSConfig, MASSLayer
-from unifmoe_dist.baselines.mass_schedule import LANGUAGE, SHORT, VISION, MASSSchedule, mass_schedule
-from unifmoe_dist.baselines.noisy_top_k import load_importance_loss
-from unifmoe_dist.baselines.tables import BENCHMARKS, GLUE
-from unifmoe_dist.baselines.topk import balance_loss
-from unifmoe_dist.engine import checkpoint
-from unifmoe_dist.engine.build import layer_options
-from unifmoe_dist.engine.cli import dump_train_config, load_train_config, parse_train_config
-from unifmoe_dist.engine.epochs import in_steps
-from unifmoe_dist.engine.trainer import Trainer
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import AppliedStep
+from unifmoe_dist.methods import MOE_LAYERS, LayerOptions
+from unifmoe_dist.methods.mass import OVER, MASSConfig, MASSLayer
+from unifmoe_dist.methods.mass_schedule import LANGUAGE, SHORT, VISION, MASSSchedule, mass_schedule
+from unifmoe_dist.methods.noisy_top_k import load_importance_loss
+from unifmoe_dist.methods.topk import balance_loss
+from unifmoe_dist.studies.tables import BENCHMARKS, GLUE
+from unifmoe_dist.train import checkpoint
+from unifmoe_dist.train.build import layer_options
+from unifmoe_dist.train.cli import dump_train_config, load_train_config, parse_train_config
+from unifmoe_dist.train.epochs import in_steps
+from unifmoe_dist.train.trainer import Trainer
 
 D, H, K, N = 12, 24, 6, 40
 SHAPE = dict(model_dim=D, hidden_dim=H, num_blocks=6, activation="gelu", bias=True)
@@ -361,7 +361,7 @@ def test_windows_of_mass_are_shares_of_the_run(steps, recipe, want):
 
 
 def config_of(task, method):
-    from unifmoe_dist.baselines.methods import METHODS, with_options
+    from unifmoe_dist.methods.registry import METHODS, with_options
 
     benchmark = BENCHMARKS[task]
     config = load_train_config(f"configs/{benchmark.config}")
@@ -449,7 +449,7 @@ def test_a_checkpoint_with_windows_of_another_length_is_taken(tmp_path):
 def test_layers_are_told_how_long_an_epoch_is(monkeypatch):
     told = []
     layer = SimpleNamespace(after_step=lambda step: told.append((step.step, step.epoch_steps)) or [])
-    monkeypatch.setattr("unifmoe_dist.engine.optimizer_state.take_over", lambda engine, changes: None)
+    monkeypatch.setattr("unifmoe_dist.train.optimizer_state.take_over", lambda engine, changes: None)
     trainer = SimpleNamespace(step=5, epoch_steps=7, layers={"a": layer}, engine=None,
                               ranks=SimpleNamespace(all_sum=None))  # fmt: skip
     Trainer._after_step(trainer, ({}, torch.zeros(1)))

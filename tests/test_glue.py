@@ -17,24 +17,24 @@ from jobs import ROOT, run_job
 from ranks import run_ranks
 from torch import nn
 
-from unifmoe_dist.analysis.compare import comparison_table
 from unifmoe_dist.config import DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
-from unifmoe_dist.data.base import TaskData
 from unifmoe_dist.data.encoders import TINY, Encoder
 from unifmoe_dist.data.glue import glue_task
 from unifmoe_dist.data.glue_files import FORMATS, Examples, check_layout, read_glue
 from unifmoe_dist.data.metrics import ACCURACY, ACCURACY_AND_F1, MATTHEWS
+from unifmoe_dist.data.task import TaskData
 from unifmoe_dist.data.text import EncodedTexts, PadCollator
-from unifmoe_dist.engine import build, checkpoint
-from unifmoe_dist.engine import trainer as trainer_module
-from unifmoe_dist.engine.cli import load_train_config, parse_train_config
-from unifmoe_dist.engine.epochs import check_epochs, in_steps
-from unifmoe_dist.engine.evaluate import Score, evaluate
-from unifmoe_dist.engine.export import export
-from unifmoe_dist.engine.ranks import Ranks, running_ranks
-from unifmoe_dist.engine.selection import Selection
-from unifmoe_dist.engine.trainer import Trainer, choose_folder
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.runtime.ranks import Ranks, running_ranks
+from unifmoe_dist.studies.report.compare import comparison_table
+from unifmoe_dist.train import build, checkpoint
+from unifmoe_dist.train import trainer as trainer_module
+from unifmoe_dist.train.cli import load_train_config, parse_train_config
+from unifmoe_dist.train.epochs import check_epochs, in_steps
+from unifmoe_dist.train.evaluate import Score, evaluate
+from unifmoe_dist.train.export import export
+from unifmoe_dist.train.selection import Selection
+from unifmoe_dist.train.trainer import Trainer, choose_folder
 
 TINY_ENCODER = Encoder(TINY, "none")
 ALONE = Ranks(0, 1, torch.device("cpu"))

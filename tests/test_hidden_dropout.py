@@ -21,12 +21,12 @@ from sharded import sharded_layer, whole_layer
 from torch.utils.checkpoint import checkpoint
 
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer, upcycle
-from unifmoe_dist.baselines import MOE_LAYERS, LayerOptions, upcycle_baseline
-from unifmoe_dist.engine.build import install_layers
-from unifmoe_dist.engine.cli import parse_train_config
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.kernels import HiddenDropout, reference_block_ffn, use_kernels
+from unifmoe_dist.methods import MOE_LAYERS, LayerOptions, upcycle_baseline
+from unifmoe_dist.train.build import install_layers
+from unifmoe_dist.train.cli import parse_train_config
 from unifmoe_dist.upcycling import moe_layers
 
 

@@ -27,12 +27,13 @@ from test_faults import SMALL, die, on_call
 
 from launch import rehearse
 from unifmoe_dist.config import TrainConfig
-from unifmoe_dist.engine import checkpoint, network, rendezvous
-from unifmoe_dist.engine.batches import TrainBatches
-from unifmoe_dist.engine.cli import parse_train_config
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.rehearsal.hosts import Network
-from unifmoe_dist.rehearsal.scenarios import Job as RehearsedJob
+from unifmoe_dist.runtime import network, rendezvous
+from unifmoe_dist.studies.rehearsal.hosts import Network
+from unifmoe_dist.studies.rehearsal.scenarios import Job as RehearsedJob
+from unifmoe_dist.train import checkpoint
+from unifmoe_dist.train.batches import TrainBatches
+from unifmoe_dist.train.cli import parse_train_config
 
 WORDS = [*SMALL, "--steps", "8", "--resume", "auto", "--parallel.expert_parallel_size", "auto",
          "--parallel.host_timeout_s", "5"]  # fmt: skip
@@ -150,8 +151,8 @@ FAULTY = """
 import os, signal, sys
 sys.path.insert(0, {launch!r})
 import train
-from unifmoe_dist.engine.batches import TrainBatches
-from unifmoe_dist.engine.cli import run_main
+from unifmoe_dist.train.batches import TrainBatches
+from unifmoe_dist.train.cli import run_main
 step = TrainBatches.step
 def faulty(self, number):
     if number == 5 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

@@ -11,8 +11,8 @@ import time
 import pytest
 from jobs import ROOT
 
-from unifmoe_dist import interrupts
-from unifmoe_dist.engine.preemption import StopSignals
+from unifmoe_dist.runtime import interrupts
+from unifmoe_dist.runtime.signals import StopSignals
 
 SLOW = "import time\nprint('importing', flush=True)\ntime.sleep(60)\n"
 
@@ -94,6 +94,6 @@ def test_the_launcher_waits_without_a_traceback(tmp_path):
     runner = f"import subprocess, sys\ndef main():\n    sys.exit(subprocess.call([sys.executable, '-c', {WAITS!r}]))\n"
     (tmp_path / "deepspeed" / "launcher" / "runner.py").write_text(runner)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-m", "unifmoe_dist.engine.deepspeed_launcher"]
+    command = [sys.executable, "-m", "unifmoe_dist.runtime.deepspeed_launcher"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (3, "saved\n", "")

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from unifmoe_dist.engine import launchers
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.runtime import launchers
 
 ROOT = Path(__file__).parent.parent
 LAUNCHER_PREFIXES = ("OMPI_", "PMI", "SLURM_", "MPI_")
 # Joins the job with both ranks in one expert-parallel group and adds up 1 + 2 over them.
 PROGRAM = (
-    "import torch\nfrom unifmoe_dist.engine.ranks import running_ranks\nfrom unifmoe_dist.leaving import leave\n"
+    "import torch\nfrom unifmoe_dist.runtime.ranks import running_ranks\nfrom unifmoe_dist.leaving import leave\n"
     "with running_ranks(2) as ranks:\n"
     "    total = ranks.all_sum(torch.tensor([ranks.rank + 1.0]))\n"
     "    print(f'joined {ranks.rank} of {ranks.world_size} sum {float(total)}\\n', end='', flush=True)\n"

@@ -9,14 +9,14 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from unifmoe_dist.analysis.memory.models import longest_sentence
 from unifmoe_dist.data.acceptability import acceptability_task
 from unifmoe_dist.data.encoders import TINY, Encoder
 from unifmoe_dist.data.glue import glue_task
 from unifmoe_dist.data.glue_files import read_glue
 from unifmoe_dist.data.vision_backbone import build_backbone
-from unifmoe_dist.engine.cli import parse_train_config
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.studies.memory.models import longest_sentence
+from unifmoe_dist.train.cli import parse_train_config
 
 LONG = " ".join(["word"] * 60)  # 240 tokens: the tokenizer's are characters
 ROWS = {"sentence1": [LONG, "one"], "sentence2": ["a", LONG], "label": [0, 1]}

@@ -13,10 +13,10 @@ from PIL import Image
 from tiny_images import make_benchmark
 
 from launch import analyze
-from unifmoe_dist.analysis.html_report import write
-from unifmoe_dist.analysis.masks import match_masks, patch_elements, read_mask, read_names
 from unifmoe_dist.data.digits import MEAN, STD, digits_task
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.studies.html import write
+from unifmoe_dist.studies.usage.masks import match_masks, patch_elements, read_mask, read_names
 
 
 def save(path: Path, labels: list | np.ndarray, mode: str = "P") -> Path:
@@ -128,8 +128,8 @@ def test_image_folders_with_masks(tmp_path, monkeypatch):
 
 def test_stroke_and_background_of_digits():
     """The rule of the caption, on the data: a pixel is stroke above 0.3, a patch of 8 x 8 by its majority."""
-    from unifmoe_dist.analysis.run_report.elements import ink_masks
-    from unifmoe_dist.analysis.run_report.sample import Sample
+    from unifmoe_dist.studies.run_report.sample import Sample
+    from unifmoe_dist.studies.run_report.segments import ink_masks
 
     class Run:
         task = digits_task()

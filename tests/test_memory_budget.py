@@ -16,22 +16,22 @@ from jobs import run_job
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer
-from unifmoe_dist.analysis import memory
-from unifmoe_dist.analysis.memory.engine import Group
-from unifmoe_dist.analysis.memory.experts import ExpertsStandIn, Load
-from unifmoe_dist.analysis.memory.ledger import KINDS, Ledger, LiveBytes
-from unifmoe_dist.analysis.memory.measure import check
-from unifmoe_dist.analysis.memory.models import (
+from unifmoe_dist.config import GlueName, TrainConfig
+from unifmoe_dist.data.benchmarks import BENCHMARKS
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.studies import memory
+from unifmoe_dist.studies.memory.engine import Group
+from unifmoe_dist.studies.memory.ledger import KINDS, Ledger, LiveBytes
+from unifmoe_dist.studies.memory.measure import check
+from unifmoe_dist.studies.memory.models import (
     fake_storage,
     sizes_of_algorithm,
     stand_in_for_experts,
     task_of_sizes,
 )
-from unifmoe_dist.config import GlueName, TrainConfig
-from unifmoe_dist.data.benchmarks import BENCHMARKS
-from unifmoe_dist.engine import build
-from unifmoe_dist.engine.cli import parse_train_config
-from unifmoe_dist.errors import UserError
+from unifmoe_dist.studies.memory.stand_ins import ExpertsStandIn, Load
+from unifmoe_dist.train import build
+from unifmoe_dist.train.cli import parse_train_config
 from unifmoe_dist.upcycling import moe_layers
 
 ROOT = Path(__file__).parent.parent
@@ -96,12 +96,13 @@ INTERPRETED = """
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer
-from unifmoe_dist.analysis.memory.experts import ExpertsStandIn, FusedSizes, Load
-from unifmoe_dist.kernels import triton_ffn, use_kernels
+from unifmoe_dist.studies.memory.stand_ins import ExpertsStandIn, FusedSizes, Load
+from unifmoe_dist.kernels import use_kernels
+from unifmoe_dist.kernels.triton import ffn
 
 taken = []
 
-class Rounds(triton_ffn._Rounds):
+class Rounds(ffn._Rounds):
     def __init__(self, like, plan, shape, *rest, **options):
         super().__init__(like, plan, shape, *rest, **options)
         planned = sum(t.numel() for t in vars(plan).values() if torch.is_tensor(t))
@@ -115,7 +116,7 @@ def saved(module, x):
     y.sum().backward()
     return sizes
 
-triton_ffn._Rounds = Rounds
+ffn._Rounds = Rounds
 for blocks in (2, 4):  # those of 256 channels are cut in two
     layer = UniFMoELayer(UniFMoEConfig(32, 512, num_experts=2, num_blocks=blocks))
     x = torch.randn(40, 32, requires_grad=True)

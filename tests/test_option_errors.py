@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from jobs import ROOT
 
-from unifmoe_dist.engine import failure
-from unifmoe_dist.engine.cli import load_train_config, parse_train_config, train_parser
-from unifmoe_dist.engine.option_list import options
-from unifmoe_dist.engine.options import OptionParser
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.runtime import failure
+from unifmoe_dist.train.cli import load_train_config, parse_train_config, train_parser
+from unifmoe_dist.train.option_list import options
+from unifmoe_dist.train.options import OptionParser
 
 
 @pytest.mark.parametrize(

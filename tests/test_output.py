@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import os, sys
-from unifmoe_dist.engine.cli import run_main
+from unifmoe_dist.train.cli import run_main
 
 def at_once(arguments):
     print("words", flush=True)

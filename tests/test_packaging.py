@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from unifmoe_dist import __version__, console, shipped
+from unifmoe_dist import __version__, console, resources
 
 ROOT = Path(__file__).parent.parent
 BUILD = """
@@ -53,8 +53,8 @@ def installed(built) -> Path:
 
 SEVERAL = """
 import sys, unifmoe_dist
-from unifmoe_dist import console, shipped
-print(unifmoe_dist.__file__, shipped.folder("configs"))
+from unifmoe_dist import console, resources
+print(unifmoe_dist.__file__, resources.folder("configs"))
 for words in sys.argv[1:]:
     sys.argv = ["unifmoe", *words.split()]
     try:
@@ -147,12 +147,12 @@ def test_commands_of_the_wheel(installed, tmp_path):
 
 def test_configurations_are_found_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert shipped.config("configs/digits.yaml") == str(ROOT / "configs/digits.yaml")
+    assert resources.config("configs/digits.yaml") == str(ROOT / "configs/digits.yaml")
     for other in ("digits.yaml", "configs/absent.yaml", str(tmp_path / "configs/digits.yaml")):
-        assert shipped.config(other) == other
+        assert resources.config(other) == other
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs/digits.yaml").write_text("steps: 3\n")
-    assert shipped.config("configs/digits.yaml") == "configs/digits.yaml"  # one's own comes first
+    assert resources.config("configs/digits.yaml") == "configs/digits.yaml"  # one's own comes first
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")

@@ -14,10 +14,10 @@ from sharded import CLOSE, EXCHANGES, assert_equals_whole, sharded_layer, whole_
 from test_faults import SMALL
 
 from unifmoe_dist import UniFMoEConfig, upcycle
-from unifmoe_dist.engine import export
-from unifmoe_dist.engine.cli import parse_train_config
-from unifmoe_dist.engine.trainer import choose_folder
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.train import export
+from unifmoe_dist.train.cli import parse_train_config
+from unifmoe_dist.train.trainer import choose_folder
 from unifmoe_dist.upcycling import moe_layers
 
 ALL = dict(shared_demand=0.4, fixed_experts=2, block_choice="prefix")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unifmoe_dist.baselines.construction import MOE_LAYERS
-from unifmoe_dist.engine import build
-from unifmoe_dist.engine.cli import parse_train_config
-from unifmoe_dist.engine.preflight import check_layers
-from unifmoe_dist.engine.ranks import Ranks
-from unifmoe_dist.engine.trainer import Trainer
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.methods.construction import MOE_LAYERS
+from unifmoe_dist.runtime.ranks import Ranks
+from unifmoe_dist.train import build
+from unifmoe_dist.train.cli import parse_train_config
+from unifmoe_dist.train.preflight import check_layers
+from unifmoe_dist.train.trainer import Trainer
 
 VISION = ["--data.task", "domainnet", "--data.held_out", "real", "--data.root", "/nowhere"]
 LANGUAGE = ["--data.task", "mnli", "--data.root", "/nowhere", "--model.backbone", "tiny-bert", "--model.pretrained",

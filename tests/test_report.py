@@ -11,10 +11,11 @@ from statistics import mean, stdev
 
 import pytest
 
-from unifmoe_dist.analysis import report_plots
-from unifmoe_dist.analysis.report import write_report
-from unifmoe_dist.analysis.report_tables import Entry, as_csv, build_tables, latex, markdown
-from unifmoe_dist.analysis.results import (
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.studies import paper_numbers as paper
+from unifmoe_dist.studies.report import plots as report_plots
+from unifmoe_dist.studies.report.folder import write_report
+from unifmoe_dist.studies.report.results import (
     Result,
     average,
     best_of_methods,
@@ -23,9 +24,8 @@ from unifmoe_dist.analysis.results import (
     grid_of,
     mean_over_methods,
 )
-from unifmoe_dist.baselines import paper_numbers as paper
-from unifmoe_dist.baselines.tables import BENCHMARKS, DOMAINBED, GLUE, TABLES
-from unifmoe_dist.errors import UserError
+from unifmoe_dist.studies.report.tables import Entry, as_csv, build_tables, latex, markdown
+from unifmoe_dist.studies.tables import BENCHMARKS, DOMAINBED, GLUE, TABLES
 
 OPTIONS = {"model.num_blocks": 8, "model.num_experts": 6, "optim.lambda_div": 0.01}
 
@@ -344,7 +344,7 @@ def test_two_sweeps_in_one_folder(tmp_path):
 
 def test_every_table_has_its_plot(tmp_path):
     """Every kind of plot is drawn, with entries missing here and there."""
-    from unifmoe_dist.analysis.report_plots import plot_table
+    from unifmoe_dist.studies.report.plots import plot_table
 
     results = []
     for task in (*DOMAINBED, "digits"):

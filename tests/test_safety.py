@@ -19,20 +19,20 @@ from safetensors.torch import save_file
 from torch import nn
 
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer
-from unifmoe_dist.analysis.figures.training import curves_figure
-from unifmoe_dist.analysis.results import collect
 from unifmoe_dist.data import archives
 from unifmoe_dist.data.acceptability import build_encoder
 from unifmoe_dist.data.download import download
 from unifmoe_dist.data.encoders import TINY, Encoder
 from unifmoe_dist.data.images import NotAnImage, decode
 from unifmoe_dist.data.vision_backbone import build_backbone
-from unifmoe_dist.engine import checkpoint
-from unifmoe_dist.engine.checkpoint import _sha256
-from unifmoe_dist.engine.cli import load_train_config, parse_train_config
-from unifmoe_dist.engine.export import FORMAT, load_consolidated, load_exported
-from unifmoe_dist.engine.ranks import Ranks
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.runtime.ranks import Ranks
+from unifmoe_dist.studies.figures.training import curves_figure
+from unifmoe_dist.studies.report.results import collect
+from unifmoe_dist.train import checkpoint
+from unifmoe_dist.train.checkpoint import _sha256
+from unifmoe_dist.train.cli import load_train_config, parse_train_config
+from unifmoe_dist.train.export import FORMAT, load_consolidated, load_exported
 
 
 class Trap:

@@ -18,11 +18,15 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from launch import scale
-from unifmoe_dist.analysis import cost_model, scaling
-from unifmoe_dist.analysis.cost_model import Cluster, CostModel, Workload
-from unifmoe_dist.analysis.scaling_point import Layout, Measurement, Study
-from unifmoe_dist.analysis.step_split import PARTS, split_step
-from unifmoe_dist.analysis.volume import (
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.profiling import profile_range
+from unifmoe_dist.studies.local_ranks import check_world_size, run_local_ranks
+from unifmoe_dist.studies.scaling import cost_model
+from unifmoe_dist.studies.scaling import grid as scaling
+from unifmoe_dist.studies.scaling.cost_model import Cluster, CostModel, Workload
+from unifmoe_dist.studies.scaling.point import Layout, Measurement, Study
+from unifmoe_dist.studies.scaling.step_split import PARTS, split_step
+from unifmoe_dist.studies.scaling.volume import (
     Traffic,
     alltoall_volume,
     counting_bytes,
@@ -31,9 +35,6 @@ from unifmoe_dist.analysis.volume import (
     minimum_volume,
     tutel_volume,
 )
-from unifmoe_dist.engine.local_ranks import check_world_size, run_local_ranks
-from unifmoe_dist.errors import UserError
-from unifmoe_dist.phases import phase
 
 ROOT = Path(__file__).parent.parent
 
@@ -136,11 +137,11 @@ def test_split_charges_backward_to_the_part_of_the_forward():
     x = torch.zeros(3, requires_grad=True)
 
     def step():
-        with phase("route"):
+        with profile_range("route"):
             y = Sleep.apply(x)
-        with phase("optimizer"):
+        with profile_range("optimizer"):
             time.sleep(0.03)
-            with phase("all_reduce"):
+            with profile_range("all_reduce"):
                 time.sleep(0.01)
         (Sleep.apply(y) + y).sum().backward()  # the second sleep is in no part
 
@@ -155,10 +156,10 @@ def test_split_charges_backward_to_the_part_of_the_forward():
 
 def test_ranges_are_not_recorded_without_a_profiler():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recording:
-        with phase("route"):
+        with profile_range("route"):
             pass
     assert "unifmoe::route" in {e.name for e in recording.events()}
-    assert not isinstance(phase("route"), torch.autograd.profiler.record_function)
+    assert not isinstance(profile_range("route"), torch.autograd.profiler.record_function)
 
 
 # -- the cost model -------------------------------------------------------------------------------------------

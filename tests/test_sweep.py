@@ -16,16 +16,16 @@ import pytest
 from ranks import _context
 from tiny_images import make_benchmark
 
-from unifmoe_dist.baselines.methods import METHODS, VARIANTS, find_method, in_order, with_options
-from unifmoe_dist.baselines.tables import TABLES
 from unifmoe_dist.config import TrainConfig
-from unifmoe_dist.engine.cli import dump_train_config
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.sweep import pool, run_folder
-from unifmoe_dist.sweep.estimate import estimate
-from unifmoe_dist.sweep.plan import Selection, expand
-from unifmoe_dist.sweep.pool import run_all
-from unifmoe_dist.sweep.run_folder import State, state_of
+from unifmoe_dist.methods.registry import METHODS, VARIANTS, find_method, in_order, with_options
+from unifmoe_dist.studies.sweep import pool, run_folder
+from unifmoe_dist.studies.sweep.estimate import estimate
+from unifmoe_dist.studies.sweep.plan import Selection, expand
+from unifmoe_dist.studies.sweep.pool import run_all
+from unifmoe_dist.studies.sweep.run_folder import State, state_of
+from unifmoe_dist.studies.tables import TABLES
+from unifmoe_dist.train.cli import dump_train_config
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "launch"))

@@ -12,16 +12,17 @@ import warnings
 import pytest
 from jobs import ROOT
 
-from unifmoe_dist.engine import cli, terminal
+from unifmoe_dist.runtime import terminal
+from unifmoe_dist.train import cli
 
 PROGRAM = r"""
 import sys, warnings
 from pathlib import Path
-from unifmoe_dist.engine.cli import run_main
+from unifmoe_dist.train.cli import run_main
 
 def main(arguments):
-    from unifmoe_dist.analysis.training_plots import plot_run
-    from unifmoe_dist.engine.checkpoint import write_text
+    from unifmoe_dist.studies.training_plots import plot_run
+    from unifmoe_dist.train.checkpoint import write_text
     print("\u03b1 0.43 \u00d7 2", flush=True)
     print("\u03b1", file=sys.stderr)
     plot_run(Path(arguments[0]))
@@ -75,7 +76,7 @@ def test_closed_streams_are_no_matter(monkeypatch):
 def test_a_finished_run_does_not_fail_for_its_plots(tmp_path, capsys):
     from types import SimpleNamespace
 
-    from unifmoe_dist.engine.trainer import Trainer
+    from unifmoe_dist.train.trainer import Trainer
 
     Trainer._plot(SimpleNamespace(folder=tmp_path))
     assert capsys.readouterr().err.startswith("warning: the plots could not be drawn (")

@@ -14,12 +14,12 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 
 from unifmoe_dist.config import DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
-from unifmoe_dist.engine import build, checkpoint
-from unifmoe_dist.engine.batches import TrainBatches
-from unifmoe_dist.engine.cli import dump_train_config, load_train_config, parse_train_config
-from unifmoe_dist.engine.ranks import Ranks, running_ranks, seed_everything
-from unifmoe_dist.engine.trainer import Trainer, choose_folder
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.runtime.ranks import Ranks, running_ranks, seed_everything
+from unifmoe_dist.train import build, checkpoint
+from unifmoe_dist.train.batches import TrainBatches
+from unifmoe_dist.train.cli import dump_train_config, load_train_config, parse_train_config
+from unifmoe_dist.train.trainer import Trainer, choose_folder
 from unifmoe_dist.upcycling import moe_layers
 
 ROOT = Path(__file__).parent.parent

@@ -56,8 +56,8 @@ def test_kernels_compile_and_fit(architecture, dtype, rate, monkeypatch):
 
     Of the tiles to choose from, only the first is tried, which must run everywhere.
     """
-    from unifmoe_dist.kernels.triton_ffn import triton_block_ffn
-    from unifmoe_dist.kernels.triton_routing import triton_route
+    from unifmoe_dist.kernels.triton.ffn import triton_block_ffn
+    from unifmoe_dist.kernels.triton.routing import triton_route
 
     n, dim, experts, blocks = 4096, 128, 3, 4
 
@@ -108,8 +108,8 @@ def test_launches(dtype, block, masked, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_widest_tiles_fit(architecture, dtype, monkeypatch):
     """The widest blocks that registers are to hold, and many experts, with the tiles that must run everywhere."""
-    from unifmoe_dist.kernels.triton_ffn import TritonOptions, triton_block_ffn
-    from unifmoe_dist.kernels.triton_routing import triton_route
+    from unifmoe_dist.kernels.triton.ffn import TritonOptions, triton_block_ffn
+    from unifmoe_dist.kernels.triton.routing import triton_route
 
     # The host halves the tiles for devices with little shared memory.
     options = TritonOptions(tile_rows=64 if architecture == 86 else None)
@@ -141,8 +141,8 @@ def test_choice_of_tiles(tmp_path, monkeypatch):
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from unifmoe_dist.kernels.triton_ffn_kernels import weight_grad_kernel
-    from unifmoe_dist.kernels.triton_tuning import first_tiles, tuned
+    from unifmoe_dist.kernels.triton.ffn_kernels import weight_grad_kernel
+    from unifmoe_dist.kernels.triton.tuning import first_tiles, tuned
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(driver, "_active", _Device())
@@ -226,7 +226,7 @@ def test_tuned_tiles(options, monkeypatch):
     """Trials leave no trace in the results, whatever tiles win."""
     from triton_cases import make_layer
 
-    from unifmoe_dist.kernels import triton_tuning
+    from unifmoe_dist.kernels.triton import tuning as triton_tuning
 
     monkeypatch.setattr(triton_tuning, "_enabled", True)
     layer = make_layer(dim=64, hidden=384, experts=4, blocks=2, seed=len(options)).bfloat16()

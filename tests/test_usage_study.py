@@ -9,10 +9,11 @@ from dataclasses import astuple
 import pytest
 import torch
 
-from unifmoe_dist.analysis.capture import Capture
-from unifmoe_dist.analysis.diagnostics import RouterTraining, Settings, diagnose
-from unifmoe_dist.analysis.diagnostics.experts import FrozenExperts
-from unifmoe_dist.analysis.figures import (
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.routing import Router, Routing
+from unifmoe_dist.studies.diagnostics import RouterTraining, Settings, diagnose
+from unifmoe_dist.studies.diagnostics.channels import FrozenExperts
+from unifmoe_dist.studies.figures import (
     coactivation_figure,
     coactivation_graph,
     demand_figure,
@@ -25,7 +26,8 @@ from unifmoe_dist.analysis.figures import (
     text_figure,
     transition_figure,
 )
-from unifmoe_dist.analysis.usage_maps import (
+from unifmoe_dist.studies.usage.capture import Capture
+from unifmoe_dist.studies.usage.maps import (
     PatchGrid,
     TextCompute,
     element_usage,
@@ -34,9 +36,7 @@ from unifmoe_dist.analysis.usage_maps import (
     text_compute,
     token_means,
 )
-from unifmoe_dist.analysis.usage_study import coactivation_change, distribution, study_layer, usage_record
-from unifmoe_dist.errors import UserError
-from unifmoe_dist.routing import Router, Routing
+from unifmoe_dist.studies.usage.study import coactivation_change, distribution, study_layer, usage_record
 
 
 def routing_by_hand() -> Routing:

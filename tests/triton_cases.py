@@ -19,19 +19,13 @@ from unifmoe_dist import UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.config import ACTIVATIONS
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts
-from unifmoe_dist.kernels import (
-    HiddenDropout,
-    block_ffn,
-    reference_block_ffn,
-    trial,
-    triton_ffn,
-    triton_routing,
-    use_kernels,
-)
-from unifmoe_dist.kernels.triton_ffn import TritonOptions, triton_block_ffn
-from unifmoe_dist.kernels.triton_plan import count_groups, make_plan, scan_groups
-from unifmoe_dist.kernels.triton_routing import triton_route
-from unifmoe_dist.kernels.triton_tuning import first_tiles
+from unifmoe_dist.kernels import HiddenDropout, block_ffn, reference_block_ffn, self_test, use_kernels
+from unifmoe_dist.kernels.triton import ffn as triton_ffn
+from unifmoe_dist.kernels.triton import routing as triton_routing
+from unifmoe_dist.kernels.triton.ffn import TritonOptions, triton_block_ffn
+from unifmoe_dist.kernels.triton.plan import count_groups, make_plan, scan_groups
+from unifmoe_dist.kernels.triton.routing import triton_route
+from unifmoe_dist.kernels.triton.tuning import first_tiles
 from unifmoe_dist.routing import Routing, route
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -506,7 +500,8 @@ def test_float32_products_keep_float32():
 @pytest.mark.parametrize("dropout", [False, True])
 def test_trial_passes(dtype, dropout, recwarn):
     x = random(4, 48, dtype=dtype)
-    assert trial.ffn_works(x, bank(2, 48, 64, 2, dtype=dtype).weights(), dropout) and trial.routing_works(x, 5, 4)
+    weights = bank(2, 48, 64, 2, dtype=dtype).weights()
+    assert self_test.ffn_works(x, weights, dropout) and self_test.routing_works(x, 5, 4)
     assert not [w for w in recwarn if "Triton is not used" in str(w.message)]
 
 
@@ -521,10 +516,10 @@ def test_trial_finds_a_faulty_kernel(fault, monkeypatch):
         return y * float("nan") if fault == "NaN" else y.detach() + 1.1 * (y - y.detach())
 
     monkeypatch.setattr(triton_ffn, "triton_block_ffn", faulty)
-    trial._ffn_works.cache_clear()
+    self_test._ffn_works.cache_clear()
     with pytest.warns(UserWarning, match="Triton is not used for block-sparse experts"):
-        assert not trial.ffn_works(random(4, 48), bank(2, 48, 64, 2).weights())
-    trial._ffn_works.cache_clear()
+        assert not self_test.ffn_works(random(4, 48), bank(2, 48, 64, 2).weights())
+    self_test._ffn_works.cache_clear()
 
 
 def test_trial_finds_wrong_counts(monkeypatch):
@@ -535,7 +530,7 @@ def test_trial_finds_wrong_counts(monkeypatch):
         return replace(offsets, totals=offsets.totals.roll(1, 0))
 
     monkeypatch.setattr(triton_routing, "scan_groups", faulty)
-    trial._routing_works.cache_clear()
+    self_test._routing_works.cache_clear()
     with pytest.warns(UserWarning, match="Triton is not used for routing"):
-        assert not trial.routing_works(random(4, 16), 4, 3)
-    trial._routing_works.cache_clear()
+        assert not self_test.routing_works(random(4, 16), 4, 3)
+    self_test._routing_works.cache_clear()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from unifmoe_dist import interrupts, saved_models  # noqa: F401  the first acts at once
+from unifmoe_dist import saved_models
+from unifmoe_dist.runtime import interrupts  # noqa: F401  the first acts at once
 
 if TYPE_CHECKING:
     from unifmoe_dist.config import UniFMoEConfig

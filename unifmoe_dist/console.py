@@ -7,8 +7,8 @@ import runpy
 import sys
 from pathlib import Path
 
-from unifmoe_dist import shipped
-from unifmoe_dist.engine.options import name_program
+from unifmoe_dist import resources
+from unifmoe_dist.train.options import name_program
 
 COMMANDS = {
     "train": "train a model (through the deepspeed launcher where there are several GPUs)",
@@ -29,7 +29,7 @@ COMMANDS = {
 
 def script(name: str) -> Path:
     """launch/NAME.py."""
-    return shipped.folder("launch") / f"{name}.py"
+    return resources.folder("launch") / f"{name}.py"
 
 
 def usage() -> str:
@@ -49,7 +49,7 @@ def main() -> None:
         sys.exit(2)
     path = script(name)
     if name == "train" and _several_gpus():
-        launcher = [sys.executable, "-m", "unifmoe_dist.engine.deepspeed_launcher"]
+        launcher = [sys.executable, "-m", "unifmoe_dist.runtime.deepspeed_launcher"]
         os.execv(sys.executable, [*launcher, str(path), *rest])  # noqa: S606
     name_program(f"unifmoe {name}")
     sys.argv = [str(path), *rest]

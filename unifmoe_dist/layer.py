@@ -11,7 +11,7 @@ from unifmoe_dist.expert_layer import ExpertLayer
 from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.kernels import block_ffn, masks_in_place, route_tokens, shared_and_residual_ffn
 from unifmoe_dist.lending import bare
-from unifmoe_dist.phases import phase
+from unifmoe_dist.profiling import profile_range
 from unifmoe_dist.reentrant import note_first_pass, refuse_second_gradient
 from unifmoe_dist.routing import Router, Routing
 from unifmoe_dist.routing_policies import RouterPolicies
@@ -60,7 +60,7 @@ class UniFMoELayer(ExpertLayer[UniFMoEConfig]):
         return self.shared(x, use=lambda shared, x: self._share_first(x, token_mask, shared))
 
     def _share_first(self, x: Tensor, token_mask: Tensor | None, shared: BlockExperts) -> Tensor:
-        with phase("route"):
+        with profile_range("route"):
             routing = limit_load(self._route(x, token_mask, shared), self.config.capacity_factor)
             self.usage.update(routing)
             note_first_pass(self)
@@ -69,20 +69,20 @@ class UniFMoELayer(ExpertLayer[UniFMoEConfig]):
             return self.experts(
                 x, use=lambda own, x: shared_and_residual_ffn(x, routing, shared.weights(), own.weights(), dropout)
             )
-        with phase("dispatch"):
+        with profile_range("dispatch"):
             trained = any(p.requires_grad for p in self.experts.parameters())
             exchange = self.dispatcher.dispatch(x, routing.gates, ~routing.shared_blocks, trained)
-        with phase("shared_experts"):  # needs no exchange: it is computed while tokens travel
+        with profile_range("shared_experts"):  # needs no exchange: it is computed while tokens travel
             alpha_N1 = routing.shared_demand[:, None]
             output = block_ffn(x, alpha_N1, routing.shared_blocks, shared.weights(), dropout)
-        with phase("dispatch"):
+        with profile_range("dispatch"):
             arrived = exchange.arrivals()
-        with phase("residual_experts"):
+        with profile_range("residual_experts"):
             rest = None if dropout is None else dropout.of_experts(1)
             residual = self.experts(
                 arrived.x, use=lambda own, x: block_ffn(x, arrived.gates, arrived.blocks, own.weights(), rest)
             )
-        with phase("combine"):
+        with profile_range("combine"):
             return output + exchange.combine(residual)
 
     def route(self, x: Tensor) -> Routing:

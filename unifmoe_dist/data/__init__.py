@@ -8,8 +8,8 @@ from unifmoe_dist.lazy import names_of
 
 if TYPE_CHECKING:
     from unifmoe_dist.data.acceptability import acceptability_task
-    from unifmoe_dist.data.base import TaskData
     from unifmoe_dist.data.digits import digits_task, linear_baseline
+    from unifmoe_dist.data.task import TaskData
 
 __all__ = ["TaskData", "acceptability_task", "digits_task", "linear_baseline"]
 __getattr__ = names_of(__name__, {

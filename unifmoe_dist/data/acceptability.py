@@ -15,9 +15,9 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from unifmoe_dist.data.base import TaskData
 from unifmoe_dist.data.limits import check_tokens, longest_input
 from unifmoe_dist.data.sentences import corrupt, real_label, real_sentences
+from unifmoe_dist.data.task import TaskData
 from unifmoe_dist.data.text import EncodedTexts, PadCollator
 from unifmoe_dist.errors import UserError
 

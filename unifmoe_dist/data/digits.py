@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from unifmoe_dist.data.base import TaskData, collate_images
+from unifmoe_dist.data.task import TaskData, collate_images
 from unifmoe_dist.errors import UserError
 
 ANGLES = (0, 15, 30, 45, 60, 75)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from unifmoe_dist.data.base import TaskData, collate_images
 from unifmoe_dist.data.benchmarks import BENCHMARKS
 from unifmoe_dist.data.image_folders import list_images
 from unifmoe_dist.data.images import EvaluationTransform, ImageDataset, TrainingTransform
+from unifmoe_dist.data.task import TaskData, collate_images
 from unifmoe_dist.data.vision_backbone import DEFAULT_BACKBONE, build_backbone
 from unifmoe_dist.errors import UserError
 

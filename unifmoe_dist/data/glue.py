@@ -9,11 +9,11 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from unifmoe_dist.data.base import TaskData
 from unifmoe_dist.data.encoders import GLUE_BACKBONE, Encoder
 from unifmoe_dist.data.glue_files import FORMATS, Examples, read_glue
 from unifmoe_dist.data.limits import check_tokens, longest_input
 from unifmoe_dist.data.metrics import ACCURACY, ACCURACY_AND_F1, MATTHEWS
+from unifmoe_dist.data.task import TaskData
 from unifmoe_dist.data.text import EncodedTexts, PadCollator
 
 METRICS = {"cola": MATTHEWS, "mrpc": ACCURACY_AND_F1, "qnli": ACCURACY, "mnli": ACCURACY, "rte": ACCURACY}

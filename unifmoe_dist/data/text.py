@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from unifmoe_dist.data import token_cache
-from unifmoe_dist.data.base import Batch
+from unifmoe_dist.data.task import Batch
 from unifmoe_dist.data.token_cache import Tokens
 
 MAX_LENGTH = 128

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from unifmoe_dist.dispatch.alltoall import AllToAllDispatcher
-from unifmoe_dist.dispatch.base import Arrivals, Dispatcher, Exchange
 from unifmoe_dist.dispatch.capacity import limit_load
 from unifmoe_dist.dispatch.local import LocalDispatcher
+from unifmoe_dist.dispatch.protocol import Arrivals, Dispatcher, Exchange
 from unifmoe_dist.dispatch.tutel import TutelDispatcher
 from unifmoe_dist.errors import UserError
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unifmoe_dist.dispatch.base import NOT_PICKLABLE, Arrivals, gradient_needs
 from unifmoe_dist.dispatch.bits import pack_bits, unpack_bits
-from unifmoe_dist.dispatch.flight import Flight
+from unifmoe_dist.dispatch.exchange import Flight
+from unifmoe_dist.dispatch.protocol import NOT_PICKLABLE, Arrivals, gradient_needs
 from unifmoe_dist.eager import not_compiled
 from unifmoe_dist.errors import UserError
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from unifmoe_dist.dispatch.base import Arrivals
+from unifmoe_dist.dispatch.protocol import Arrivals
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts, ExpertWeights
-from unifmoe_dist.kernels import trial
+from unifmoe_dist.kernels import self_test
 from unifmoe_dist.kernels.dropout import HiddenDropout
 from unifmoe_dist.kernels.grouped import grouped_block_ffn
 from unifmoe_dist.kernels.reference import reference_block_ffn
-from unifmoe_dist.phases import phase
+from unifmoe_dist.profiling import profile_range
 from unifmoe_dist.routing import Router, Routing
 from unifmoe_dist.routing_policies import RouterPolicies
 from unifmoe_dist.transforms import in_transform
@@ -37,7 +37,7 @@ def use_kernels(name: str, **options: Any) -> Iterator[None]:
     Args:
         name: "auto"; "triton" (a clear error where it cannot run; on the CPU it needs `TRITON_INTERPRET=1`);
             "grouped", plain torch; or "reference", the definition, which computes and masks everything.
-        options: Fields of `triton_ffn.TritonOptions`, where Triton runs.
+        options: Fields of `triton.ffn.TritonOptions`, where Triton runs.
 
     Raises:
         UserError: the name is unknown, or Triton is asked for and not installed.
@@ -63,7 +63,7 @@ def block_ffn(
     Transforms of torch.func take the definition itself.
     """
     if _triton_for(x_ND, weights, dropout):
-        from unifmoe_dist.kernels.triton_ffn import TritonOptions, triton_block_ffn
+        from unifmoe_dist.kernels.triton.ffn import TritonOptions, triton_block_ffn
 
         return triton_block_ffn(
             x_ND, gates_NE, blocks_NB, weights, options=TritonOptions(**_options), dropout=dropout
@@ -80,9 +80,9 @@ def shared_and_residual_ffn(
     To `dropout` the shared expert is number 0, and the residual ones follow.
     """
     if _triton_for(x_ND, residual, dropout):
-        from unifmoe_dist.kernels.triton_ffn import TritonOptions, triton_block_ffn
+        from unifmoe_dist.kernels.triton.ffn import TritonOptions, triton_block_ffn
 
-        with phase("residual_experts"):  # and the shared one
+        with profile_range("residual_experts"):  # and the shared one
             made = routing.by_products
             if made is None:
                 gates = torch.cat([routing.shared_demand[:, None], routing.gates], dim=1)
@@ -92,12 +92,12 @@ def shared_and_residual_ffn(
                 x_ND, gates, routing.shared_blocks, residual, shared, TritonOptions(**_options),
                 None if made is None else made.group_offsets, dropout,
             )  # fmt: skip
-    with phase("shared_experts"):
+    with profile_range("shared_experts"):
         shared_output = block_ffn(x_ND, routing.shared_demand[:, None], routing.shared_blocks, shared, dropout)
-    with phase("residual_experts"):
+    with profile_range("residual_experts"):
         rest = None if dropout is None else dropout.of_experts(1)
         residual_output = block_ffn(x_ND, routing.gates, ~routing.shared_blocks, residual, rest)
-    with phase("combine"):
+    with profile_range("combine"):
         return shared_output + residual_output
 
 
@@ -109,7 +109,7 @@ def route_tokens(
     `token_mask_N` (N,) bool, only where `masks_in_place` holds: a false token uses nothing and its row is all zeros.
     """
     if _triton_routes(x_ND, router, shared.num_blocks):
-        from unifmoe_dist.kernels.triton_routing import triton_route
+        from unifmoe_dist.kernels.triton.routing import triton_route
 
         with torch.autocast(x_ND.device.type, enabled=False):
             return triton_route(x_ND, router.weight, shared.keys[0], shared.num_blocks, token_mask_N)
@@ -133,22 +133,22 @@ def _wants_triton(x: Tensor) -> bool:
 def _triton_for(x: Tensor, weights: ExpertWeights, dropout: HiddenDropout | None) -> bool:
     if not _wants_triton(x):
         return False
-    from unifmoe_dist.kernels.triton_ffn import unsupported
+    from unifmoe_dist.kernels.triton.ffn import unsupported
 
     if not _supported(unsupported(x, weights)):
         return False
-    return _choice == "triton" or trial.ffn_works(x, weights, dropout is not None)
+    return _choice == "triton" or self_test.ffn_works(x, weights, dropout is not None)
 
 
 def _triton_routes(x: Tensor, router: Router, num_blocks: int) -> bool:
     if not _wants_triton(x) or router.policies != RouterPolicies():  # ablations route in plain torch
         return False
-    from unifmoe_dist.kernels.triton_routing import unsupported
+    from unifmoe_dist.kernels.triton.routing import unsupported
 
     columns = router.weight.shape[0]
     if not _supported(unsupported(x, columns, num_blocks)):
         return False
-    return _choice == "triton" or trial.routing_works(x, columns, num_blocks)
+    return _choice == "triton" or self_test.routing_works(x, columns, num_blocks)
 
 
 def _supported(reason: str | None) -> bool:

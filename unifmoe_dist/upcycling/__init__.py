@@ -4,7 +4,7 @@
 `from_pretrained` rebuild the layers of a saved model. A model family is one entry in `ADAPTERS`.
 """
 
-from unifmoe_dist.upcycling.adapters import ADAPTERS, Adapter, DenseFFN
+from unifmoe_dist.upcycling.families import ADAPTERS, Adapter, DenseFFN
 from unifmoe_dist.upcycling.rebuild import install_rebuild
 from unifmoe_dist.upcycling.upcycle import diversity_loss, moe_layers, upcycle
 

@@ -22,9 +22,9 @@ from torch import nn
 from unifmoe_dist.config import LayerChoices
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import ExpertLayer
-from unifmoe_dist.upcycling.adapters import find_adapter, match_adapter
-from unifmoe_dist.upcycling.base import DenseFFN
-from unifmoe_dist.upcycling.note import KEY, mark
+from unifmoe_dist.upcycling.adapter import DenseFFN
+from unifmoe_dist.upcycling.config_entry import KEY, mark
+from unifmoe_dist.upcycling.families import find_adapter, match_adapter
 from unifmoe_dist.upcycling.saving import check_loaded, prepare_saving, register_activations
 from unifmoe_dist.upcycling.upcycle import convert, layer_maker, moe_layers
 
@@ -64,8 +64,8 @@ def _maker(note: dict[str, Any]) -> Callable[[DenseFFN], ExpertLayer]:
     if "method" not in note:
         choices: Any = {name: note[name] for name in LayerChoices.__annotations__ if name in note}
         return layer_maker(note["num_experts"], note["num_blocks"], **choices)
-    from unifmoe_dist.baselines.construction import LayerOptions  # they are made of what is here
-    from unifmoe_dist.baselines.construction import layer_maker as baseline_maker
+    from unifmoe_dist.methods.construction import LayerOptions  # they are made of what is here
+    from unifmoe_dist.methods.construction import layer_maker as baseline_maker
 
     return baseline_maker(note["method"], LayerOptions.from_saved(note["method"], note))
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.upcycling.note import KEY, adopt, marked
+from unifmoe_dist.upcycling.config_entry import KEY, adopt, marked
 from unifmoe_dist.upcycling.upcycle import moe_layers
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.upcycling.base import DenseFFN
+from unifmoe_dist.upcycling.adapter import DenseFFN
 
 
 class TimmViT:

@@ -16,9 +16,9 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import ExpertLayer
 from unifmoe_dist.layer import UniFMoELayer
 from unifmoe_dist.spread import is_dtensor
-from unifmoe_dist.upcycling.adapters import find_adapter
-from unifmoe_dist.upcycling.base import DenseFFN
-from unifmoe_dist.upcycling.note import record
+from unifmoe_dist.upcycling.adapter import DenseFFN
+from unifmoe_dist.upcycling.config_entry import record
+from unifmoe_dist.upcycling.families import find_adapter
 from unifmoe_dist.upcycling.projections import check_projections
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -1,0 +1,19 @@
+"""Empirical risk minimisation: the cross-entropy of all environments' items together (Vapnik, 1998)."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from unifmoe_dist.algorithms.algorithm import Algorithm
+from unifmoe_dist.data.task import logits_of
+
+
+class ERM(Algorithm):
+    """L = CE(f(x), y). Needs no environments."""
+
+    needs_environments = False
+
+    def forward(self, inputs: dict[str, Tensor], labels: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        logits = logits_of(self.model(**inputs))
+        return F.cross_entropy(logits.float(), labels), logits

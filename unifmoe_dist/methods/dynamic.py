@@ -1,0 +1,79 @@
+"""Layers whose experts come and go in training.
+
+An optimiser cannot grow, so all slots exist from the start, a mask says which are in use, and an expert that is added
+takes a free slot. Mask and statistics are buffers, so a checkpoint resumes them at any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unifmoe_dist.config import ExpertLayerConfig
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.methods.gated import GatedExpertLayer
+
+
+@dataclass(frozen=True)
+class DynamicConfig(ExpertLayerConfig):
+    """Shape of a layer whose number of experts changes; num_experts is the most there can be.
+
+    Args:
+        initial_experts: Experts to start with, from 1 to num_experts.
+    """
+
+    initial_experts: int = 6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.initial_experts, int) or not 1 <= self.initial_experts <= self.num_experts:
+            raise UserError(
+                f"{self.initial_experts!r} experts to start with must be a whole number from 1 to the most there can "
+                f"be, {self.num_experts}."
+            )
+
+
+Dynamic = TypeVar("Dynamic", bound=DynamicConfig)
+
+
+class DynamicExpertLayer(GatedExpertLayer[Dynamic]):
+    """Complete experts in slots, some of which are free.
+
+    Attributes:
+        active: (K,) bool buffer, slots in use.
+    """
+
+    active: Tensor
+
+    def __init__(self, config: Dynamic, expert_group: dist.ProcessGroup | None, dispatcher: str) -> None:
+        super().__init__(config, expert_group, dispatcher)
+        self._statistics: list[str] = []
+        self.register_buffer("active", torch.arange(config.num_experts) < config.initial_experts)
+
+    def _register_statistic(self, name: str, value: Tensor) -> None:
+        """A float32 buffer that stays float32 when the model is converted: sums do not fit into 16 bits."""
+        self.register_buffer(name, value)
+        self._statistics.append(name)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        for name in self._statistics:
+            self._buffers[name] = getattr(self, name).float()
+        return self
+
+    def _free_slot(self) -> int | None:
+        free = (~self.active).nonzero().flatten().tolist()
+        return free[0] if free else None
+
+    def _held_here(self, slot: int) -> int | None:
+        """Index of a slot among this rank's experts."""
+        index = slot - self.first_expert
+        return index if 0 <= index < self.experts.keys.shape[0] else None
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, active={int(self.active.sum())}"

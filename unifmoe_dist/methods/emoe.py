@@ -1,0 +1,136 @@
+"""EMoE: Qiu et al., "Unlocking Emergent Modularity in Large Language Models", NAACL 2024.
+
+Facts from the paper and its code (github.com/qiuzh20/EMoE, `Vision/domainbed/moe_utils.py` and its Tutel). The authors'
+DomainBed setting is 24 experts, top 4, in two layers of a ViT-S.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.expert_layer import AppliedStep, ChangedRows
+from unifmoe_dist.methods.balanced_kmeans import balanced_kmeans
+from unifmoe_dist.methods.gated import GatedExpertLayer, Gating
+from unifmoe_dist.methods.noisy_top_k import NoisyTopKConfig, noisy_top_k
+
+
+@dataclass(frozen=True)
+class EMoEConfig(NoisyTopKConfig):
+    """Shape of a layer that splits the dense FFN; num_experts must divide its hidden_dim."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hidden_dim % self.num_experts:
+            raise UserError(
+                f"hidden_dim {self.hidden_dim} is not divisible by num_experts {self.num_experts}, but EMoE splits the "
+                "dense FFN evenly; choose a num_experts that divides it."
+            )
+
+
+class EMoELayer(GatedExpertLayer[EMoEConfig]):
+    """The dense FFN's own channels as K experts of H / K channels; the gate is the mean key of an expert (avg-k).
+
+        y = sum over the k experts with the largest x . mean(keys_e) of E_e(x)
+
+    The split is a balanced k-means of the keys, normalised to length 1. The gate's score is not multiplied in and the
+    gate is not trained: it follows the keys, and is renewed by `after_step`. The down bias is shared out as 1 / k to
+    every expert, so that with k = K the layer is the dense FFN.
+
+    In training the original adds noise of deviation 1 / K to the logits and an auxiliary loss of importance and load
+    with weight 0.01 (which here trains what comes before the layer), and so does this one: see `load_importance_loss`
+    for what load is. No token is dropped; the original has a capacity factor of 1.5.
+
+    Attributes:
+        router: `router.weight` is (K, model_dim), the experts' mean keys as of the last step.
+    """
+
+    gate_noise = 1.0
+
+    def __init__(
+        self, config: EMoEConfig, expert_group: dist.ProcessGroup | None = None, dispatcher: str = "auto"
+    ) -> None:
+        super().__init__(config, expert_group, dispatcher)
+        self.router = nn.Linear(config.model_dim, config.num_experts, bias=False)
+        self.router.requires_grad_(False)
+        self.auxiliary_weight = 0.01
+        self.reset_parameters()
+
+    @property
+    def expert_dim(self) -> int:
+        return self.config.hidden_dim // self.config.num_experts
+
+    def reset_parameters(self) -> None:
+        """A random dense FFN, whose channels are cut in order, as there is nothing to cluster."""
+        config = self.config
+        up = nn.Linear(config.model_dim, config.hidden_dim, config.bias)
+        down = nn.Linear(config.hidden_dim, config.model_dim, config.bias)
+        channels = torch.arange(config.hidden_dim).view(config.num_experts, -1)
+        self._split(channels, up.weight, up.bias, down.weight, down.bias)
+
+    def load_dense(
+        self, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor, down_bias: Tensor | None
+    ) -> None:
+        """Split a dense FFN by its keys. Takes some seconds for thousands of channels; the same on every rank."""
+        keys = F.normalize(up_weight.detach().float(), dim=-1).cpu().numpy()
+        channels = torch.from_numpy(balanced_kmeans(keys, self.config.num_experts))
+        self._split(channels, up_weight, up_bias, down_weight, down_bias)
+
+    @torch.no_grad()
+    def _split(
+        self, channels: Tensor, up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None
+    ) -> None:
+        """Give every expert its row of channels (K, H / K)."""
+        channels = channels.to(up.device)
+        part_bias = None if down_bias is None else down_bias / self.config.top_k
+        for expert, own in enumerate(channels):
+            self.load_ffn(expert, up[own], None if up_bias is None else up_bias[own], down[:, own], part_bias)
+            self.router.weight[expert] = up[own].float().mean(0).to(self.router.weight.dtype)
+
+    def after_step(self, applied: AppliedStep) -> list[ChangedRows]:
+        """Let the gate follow the keys."""
+        self._renew_gate()
+        return []
+
+    @torch.no_grad()
+    def _renew_gate(self) -> None:
+        mean = self.experts.keys.mean(1, dtype=torch.float32)
+        if self.expert_group is not None:
+            parts = [torch.empty_like(mean) for _ in range(dist.get_world_size(self.expert_group))]
+            dist.all_gather(parts, mean, group=self.expert_group)
+            mean = torch.cat(parts)
+        self.router.weight.copy_(mean)
+
+    def _gate(self, x: Tensor) -> Gating:
+        logits = x @ self.router.weight.float().T
+        config = self.config
+        choice = noisy_top_k(logits, config.top_k, self.gate_noise, self.training, config.load_loss)
+        return Gating(choice.scores, self._coefficients(choice.scores, choice.chosen), choice.auxiliary)
+
+    def _coefficients(self, scores: Tensor, chosen: Tensor) -> Tensor:
+        return chosen.float()
+
+
+class EMoELearnLayer(EMoELayer):
+    """EMoE-learn: the same split, with a gate that starts at the mean keys and is then trained.
+
+    The coefficients are its softmax scores, renormalised over the chosen experts if k > 1, as in the original.
+    """
+
+    def __init__(
+        self, config: EMoEConfig, expert_group: dist.ProcessGroup | None = None, dispatcher: str = "auto"
+    ) -> None:
+        super().__init__(config, expert_group, dispatcher)
+        self.router.requires_grad_(True)
+
+    def after_step(self, applied: AppliedStep) -> list[ChangedRows]:
+        return []
+
+    def _coefficients(self, scores: Tensor, chosen: Tensor) -> Tensor:
+        gates = torch.where(chosen, scores, 0)
+        return gates / gates.sum(-1, keepdim=True) if self.config.top_k > 1 else gates

@@ -1,0 +1,106 @@
+"""A layer of complete experts: every active expert of a token computes all of its channels.
+
+    y = sum over experts of g_e(x) E_e(x)
+
+A method is a gate, which says what g is. Experts, exchange, statistics and checkpoints are those of every layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unifmoe_dist.expert_layer import Config, ExpertLayer
+from unifmoe_dist.experts import BlockExperts, ExpertWeights
+from unifmoe_dist.kernels import block_ffn
+from unifmoe_dist.profiling import profile_range
+
+
+@dataclass(frozen=True)
+class Gating:
+    """A gate's decision for N tokens and K experts.
+
+    Args:
+        scores: (N, K) float32, how well the experts fit the token, as the method defines it.
+        gates: (N, K) float32, coefficient where the expert is active, else 0; carries gradient.
+        auxiliary: What the method minimises besides the task loss over these tokens, unweighted; None in evaluation and
+            where the method has nothing of the kind.
+    """
+
+    scores: Tensor
+    gates: Tensor
+    auxiliary: Tensor | None = None
+
+    @property
+    def expert_count(self) -> Tensor:
+        """(N,) int64, k: active experts per token."""
+        return (self.gates != 0).sum(-1)
+
+
+class GatedExpertLayer(ExpertLayer[Config]):
+    """K complete experts behind a gate. A subclass defines `_gate`.
+
+    Auxiliary losses over tokens, gate noise and the statistics behind decisions are those of a rank's own micro-batch,
+    as in the methods' own code: with them, unlike with the outputs, the number of ranks matters a little.
+    """
+
+    def __init__(
+        self, config: Config, expert_group: dist.ProcessGroup | None = None, dispatcher: str = "auto"
+    ) -> None:
+        super().__init__(config, expert_group, dispatcher)
+        self._auxiliary: Tensor | None = None
+
+    @property
+    def expert_dim(self) -> int:
+        """Hidden channels of one expert."""
+        return self.config.hidden_dim
+
+    def _make_experts(self, count: int) -> BlockExperts:
+        c = self.config
+        return BlockExperts(count, c.model_dim, self.expert_dim, 1, c.activation, c.bias)
+
+    def _gate(self, x: Tensor) -> Gating:
+        """Decide for (N, model_dim) tokens in float32."""
+        raise NotImplementedError
+
+    def _weights(self) -> ExpertWeights:
+        return self.experts.weights()
+
+    def route(self, x: Tensor) -> Gating:
+        """The gate's decision for x (..., model_dim), over tokens flattened to N."""
+        self._check_shapes(x, None)
+        with torch.autocast(x.device.type, enabled=False):
+            return self._gate(x.reshape(-1, x.shape[-1]).float())
+
+    def _apply_to_tokens(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
+        with profile_range("route"):
+            gating = self.route(x)
+            self._auxiliary = gating.auxiliary
+            cost = self.config.num_blocks * self.expert_dim / self.config.hidden_dim
+            self.usage.update_gates(gating.gates, cost, self.config.num_blocks)
+        with profile_range("dispatch"):
+            trained = any(p.requires_grad for p in self.experts.parameters())
+            complete = torch.ones((x.shape[0], 1), dtype=torch.bool, device=x.device)
+            exchange = self.dispatcher.dispatch(x, gating.gates, complete, trained)
+            arrived = exchange.arrivals()
+        with profile_range("residual_experts"):
+            rows = block_ffn(arrived.x, arrived.gates, arrived.blocks, self._weights(), self._draw_dropout(x))
+        with profile_range("combine"):
+            return exchange.combine(rows)
+
+    def auxiliary_loss(self) -> Tensor:
+        """The auxiliary loss of the last forward pass in training mode, a float32 scalar."""
+        return super().auxiliary_loss() if self._auxiliary is None else self._auxiliary
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_auxiliary": None}  # part of a graph, which cannot be copied
+
+
+def largest(scores: Tensor, count: int) -> Tensor:
+    """(N, K) bool, the `count` largest of every row; ties go to the lower index."""
+    order = scores.detach().argsort(dim=-1, descending=True, stable=True)[:, :count]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, order, True)

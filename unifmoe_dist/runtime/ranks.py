@@ -1,0 +1,191 @@
+"""The ranks of a job: start-up, tear-down, seeds and the expert-parallel groups."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from unifmoe_dist.config import ParallelConfig
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.leaving import note_joined
+from unifmoe_dist.runtime import compiling, failure, launchers, network, rendezvous
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place in the job.
+
+    Args:
+        rank: Global rank.
+        world_size: Number of ranks.
+        device: Device of this rank.
+        expert_group: Ranks that share one set of residual experts; None when every rank holds all.
+        expert_group_name: DeepSpeed's name of that grouping.
+        expert_rank: Rank inside expert_group.
+        expert_replica: Which copy of the set of experts this rank belongs to.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    expert_group: dist.ProcessGroup | None = None
+    expert_group_name: str | None = None
+    expert_rank: int = 0
+    expert_replica: int = 0
+
+    def all_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over all ranks, as float64 on the CPU."""
+        total = tensor.detach().to(device=self.device, dtype=torch.float64)
+        if self.world_size > 1:
+            dist.all_reduce(total)
+        return total.cpu()
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's (picklable) value, in rank order, on every rank."""
+        values: list[Any] = [value]
+        if self.world_size > 1:
+            values *= self.world_size
+            dist.all_gather_object(values, value)
+        return values
+
+    def share(self, value: str | None) -> str:
+        """Rank 0's string, on every rank."""
+        box = [value]
+        if self.world_size > 1:
+            dist.broadcast_object_list(box, src=0)
+        assert box[0] is not None
+        return box[0]
+
+
+def world_size_from_environment() -> int:
+    """Number of ranks the launcher announced; 1 without a launcher."""
+    launchers.identify()
+    return int(os.environ["WORLD_SIZE"])
+
+
+@contextmanager
+def running_ranks(
+    expert_parallel_size: int, placement: str = "near", *, timeout_s: int = ParallelConfig.timeout_s,
+    host_timeout_s: int = ParallelConfig.host_timeout_s,
+) -> Iterator[Ranks]:  # fmt: skip
+    """Join the job, yield this process's place in it, and tear down in one place.
+
+    Args:
+        expert_parallel_size: Ranks that share one set of residual experts; divides the world size.
+        placement: "near" puts consecutive ranks into one expert-parallel group, so that the all-to-all stays inside a
+            node where it can; "far" strides the groups over the job, so that the replicas of an expert are consecutive
+            and the all-reduce of expert gradients stays inside a node instead.
+        timeout_s: Seconds that a rank waits for the others to join, and in a collective.
+        host_timeout_s: Seconds without an answer after which a host counts as lost.
+
+    Raises:
+        UserError: the ranks did not find one another.
+
+    A program ends with `unifmoe_dist.leaving.leave`, as `run_main` does: the interpreter's own end may abort on gloo,
+    after the work has succeeded.
+    """
+    if not torch.accelerator.is_available():
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it misses CUDA where there is none
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no other
+    import deepspeed
+    from deepspeed.utils import groups, logger
+
+    logger.setLevel("WARNING")
+    launchers.identify()
+    launchers.find_master()
+    cuda = torch.cuda.is_available()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    alone = torch.cuda.device_count() == 1  # Slurm may show each task its own GPU only
+    device = torch.device("cuda", 0 if alone else local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    elif "OMP_NUM_THREADS" not in os.environ:  # ranks that each take every core slow one another down
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
+    timeout = timedelta(seconds=timeout_s)
+    if not cuda:
+        network.choose_interface()
+    backend = "nccl" if cuda else "gloo"
+    try:
+        if not dist.is_initialized() and (store := rendezvous.own_store(timeout)) is not None:
+            dist.init_process_group(
+                backend, store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
+                timeout=timeout, device_id=device if cuda else None,
+            )  # fmt: skip
+        # DeepSpeed prints on standard output, which is the command's own.
+        with compiling.announced(compiling.SHARED_MEMORY), redirect_stdout(sys.stderr):
+            deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
+    except (dist.DistError, RuntimeError) as error:
+        raise _not_joined(error, timeout_s) from error
+    note_joined()
+    place = Ranks(dist.get_rank(), dist.get_world_size(), device)
+    try:
+        if expert_parallel_size > 1:
+            name = f"ep_size_{expert_parallel_size}"
+            far = placement == "far"
+            groups._create_expert_and_data_parallel(expert_parallel_size, use_data_before_expert_parallel_=far)
+            group = groups._get_expert_parallel_group(name)
+            replicas = groups._get_expert_data_parallel_group(name)
+            for own in (group, replicas):  # DeepSpeed makes them with torch's default
+                _set_timeout(timeout, own)
+            replica = dist.get_rank(replicas)
+            place = Ranks(place.rank, place.world_size, device, group, name, dist.get_rank(group), replica)
+        with failure.watched(place, host_timeout_s):
+            yield place
+            place.barrier()
+    except BaseException:
+        raise  # a failing rank must not wait for the others: the caller exits at once
+    else:
+        dist.destroy_process_group()
+
+
+def _set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
+    change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # the former since torch 2.14
+    change(timeout, group)
+
+
+def _not_joined(error: Exception, seconds: int) -> Exception:
+    """What to tell the user when the ranks could not be joined; the error itself if it is none of the known ones."""
+    text = str(error)
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    if "EADDRINUSE" in text:
+        return UserError(f"port {port} is in use; give the launcher another with --master_port.")
+    if "connectFullMesh" in text:
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "the one that its host name means")
+        return UserError(
+            f"rank {rank} of {size} found rank 0, but cannot reach every other rank over its interface ({interface}); "
+            "set GLOO_SOCKET_IFNAME to the interface that joins the hosts (ip -br address lists them), and let them "
+            "connect to one another on any port."
+        )
+    if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
+        return UserError(
+            f"rank {rank} of {size} could not join the others at {address}:{port} within parallel.timeout_s {seconds} "
+            f"({text.splitlines()[0]}); see that every rank was started, that {address} means the host of rank 0 on "
+            "all hosts, and that no firewall is between them."
+        )
+    return error
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and torch, and have cuDNN choose deterministic algorithms, as DomainBed does."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False

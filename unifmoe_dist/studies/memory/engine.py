@@ -1,0 +1,278 @@
+"""What DeepSpeed holds beside the model, read in its sources (0.19: runtime/engine.py, runtime/zero/stage_1_and_2.py).
+
+Numbers of elements stand for tensors; every name of a buffer is DeepSpeed's. Sizes, with P trained parameters, of which
+a rank updates P/n (n: ranks among which a parameter is replicated), w bytes a weight, and ZeRO 1 or 2:
+
+    weights                w P       one flat tensor per parameter group
+    master weights         4 P/n     `single_partition_of_fp32_groups`, a copy even where the weights are float32
+    optimiser states       8 P/n     Adam's two moments (SGD: 4 P/n with momentum, else none)
+    gradients              w P       stage 1: whole until the backward pass is over; then, and in stage 2 as soon as a
+                                     bucket is reduced, those of this rank's partition (`grads_in_partition`)
+    buffers                w bucket  `ipg_buckets`, for the backward pass, and as much again where a bucket holds the
+                                     gradients of several ranks; the flat float32 gradient of one group at a time, and
+                                     what the optimiser makes on the way
+
+Offloading moves master weights, states and a float32 gradient of the partition to the host. Without ZeRO the torch
+optimiser works on the weights: no master weights, all states on every rank, gradients all-reduced through a flat copy.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from unifmoe_dist.config import OptimConfig
+from unifmoe_dist.studies.memory.ledger import Ledger, LiveBytes
+
+ALLREDUCE_ELEMENTS = 500_000_000
+"""Elements that are all-reduced together without ZeRO (`MEMORY_OPT_ALLREDUCE_SIZE`)."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A parameter group.
+
+    Args:
+        parameters: As this rank holds them.
+        sharded: Whether they belong to experts spread over ranks.
+        replicas: Ranks that hold the same parameters, among which ZeRO divides the update.
+        decayed: Whether there is weight decay.
+    """
+
+    parameters: Sequence[nn.Parameter]
+    sharded: bool
+    replicas: int
+    decayed: bool
+
+    @property
+    def size(self) -> int:
+        return sum(p.numel() for p in self.parameters)
+
+    @property
+    def aligned(self) -> int:
+        """Elements of the flat tensor: a multiple of two for every replica."""
+        unit = 2 * self.replicas
+        return -(-self.size // unit) * unit
+
+    @property
+    def partition(self) -> int:
+        return self.aligned // self.replicas
+
+    def owners(self) -> list[tuple[nn.Parameter, range, list[int]]]:
+        """Every parameter, the replicas whose partitions it touches, and the elements in each."""
+        result, start = [], 0
+        for parameter in self.parameters:
+            end = start + parameter.numel()
+            touched = range(start // self.partition, (end - 1) // self.partition + 1)
+            parts = [min(end, (r + 1) * self.partition) - max(start, r * self.partition) for r in touched]
+            result.append((parameter, touched, parts))
+            start = end
+        return result
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Memory of an optimiser, in numbers per number that it updates.
+
+    Args:
+        states: Kept between steps.
+        made: Made on the way of a step, at most at one time.
+    """
+
+    states: int
+    made: int
+
+    @staticmethod
+    def of(config: OptimConfig, group: Group, foreach: bool, offloaded: bool) -> Optimizer:
+        """torch's optimisers (`_single_tensor_*` on the CPU, `_multi_tensor_*` on a GPU), or DeepSpeedCPUAdam."""
+        coupled = group.decayed and config.weight_decay > 0 and config.name != "adamw"  # a new gradient is made
+        if config.name == "sgd":
+            return Optimizer(int(config.momentum > 0), int(coupled))
+        if offloaded:
+            return Optimizer(2, 0)
+        return Optimizer(2, (1 if foreach else 2) + int(coupled))
+
+
+class EngineMemory:
+    """One rank's engine, as entries in ledgers.
+
+    Args:
+        groups: Parameter groups, whose gradients the backward pass makes.
+        optim: Optimiser.
+        stage: ZeRO stage, 0 to 2.
+        live: Where the model's own tensors are entered.
+        host: Where offloaded tensors go; None keeps them on the device.
+        accumulation: Micro-batches per step.
+        foreach: Whether torch's optimisers work on lists of tensors, as on a GPU.
+        bucket: `reduce_bucket_size`.
+    """
+
+    def __init__(
+        self, groups: Sequence[Group], optim: OptimConfig, stage: int, live: LiveBytes, host: Ledger | None,
+        accumulation: int, foreach: bool, bucket: int,
+    ) -> None:  # fmt: skip
+        self.groups, self.stage, self.live, self.host = groups, stage, live, host
+        self.accumulation, self.bucket_size = accumulation, bucket
+        self.device = live.ledger
+        self.item = groups[0].parameters[0].element_size()
+        self.optimizers = [Optimizer.of(optim, g, foreach, host is not None) for g in groups]
+        self.foreach = foreach
+        self._bucket: list[nn.Parameter] = []
+        self._open = False  # a bucket exists
+        self._partition_bytes = 0  # of grads_in_partition in use
+        self._carried = 0  # the same, of the micro-batches before
+        self._owners = {p: (g, touched, parts) for g in groups for p, touched, parts in g.owners()}
+        for parameter in self._owners:
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    # -- what lasts ---------------------------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Weights, master weights and optimiser states, as they are from the second step on."""
+        states = self.device if self.host is None else self.host
+        for group, optimizer in zip(self.groups, self.optimizers, strict=True):
+            if self.stage == 0:
+                self.device.add("weights", self.item * group.size)
+                self.device.add("optimiser states", 4 * optimizer.states * group.size)
+                continue
+            self.device.add("weights", self.item * group.aligned)
+            states.add("master weights", 4 * group.partition)
+            states.add("optimiser states", 4 * optimizer.states * group.partition)
+            if self.host is not None:
+                self.host.add("gradients", 4 * group.partition)
+                self.host.add("buffers", self.item * group.partition)  # param_buffer_of_bit16_for_cpu_offload_groups
+        if self.host is not None:
+            largest = max(p.numel() for p in self._owners)
+            for place in (self.device, self.host):  # temp_grad_buffer_for_{gpu,cpu}_offload
+                place.add("buffers", self.item * largest)
+            if self.accumulation > 1:  # accumulated_grads_in_cpu
+                owned = max(self._owned_elements(rank) for rank in range(self._ranks()))
+                self.host.add("gradients", self.item * owned)
+
+    # -- the backward pass --------------------------------------------------------------------------------------------
+
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        """Called when a gradient is ready."""
+        assert parameter.grad is not None
+        if self.stage and not self._open:  # setup_buckets
+            self._open = True
+            self.device.add("buffers", self.item * self.bucket_size)
+        if self.stage == 2:
+            self._into_bucket(parameter)
+        else:
+            self.live.relabel(parameter.grad, "gradients")
+
+    def reduce(self, boundary: bool) -> None:
+        """After a backward pass: what is left is reduced; in stage 1 and without ZeRO only at a step's boundary."""
+        if self.stage == 0:
+            if boundary:
+                self._allreduce()
+            return
+        if self.stage == 1:
+            if not boundary:
+                return
+            for parameter in self._owners:
+                if parameter.grad is not None:
+                    self._into_bucket(parameter)
+        before = self._partition_bytes
+        self._flush()
+        if self._open:  # _release_ipg_buffers
+            self._open = False
+            self.device.add("buffers", -self.item * self.bucket_size)
+        if self.stage == 2 and not boundary:
+            self._carried, self._partition_bytes = max(before, self._partition_bytes), 0
+        elif self.stage == 2:  # the new ones have been added to those carried along
+            self.device.add("gradients", -self._carried)
+            self._carried = 0
+
+    def _into_bucket(self, parameter: nn.Parameter) -> None:
+        """reduce_independent_p_g_buckets_and_remove_grads: the gradient moves in, and its own storage goes."""
+        if sum(p.numel() for p in self._bucket) + parameter.numel() > self.bucket_size:
+            self._flush()
+        self._bucket.append(parameter)
+        if parameter.numel() <= self.bucket_size:
+            parameter.grad = None
+
+    def _flush(self) -> None:
+        """reduce_ipg_grads: all-reduce the bucket, then keep what belongs to this rank's partition."""
+        if not self._bucket:
+            return
+        self.device.spike("buffers", self.item * self._copied())
+        rank = self._fullest_rank()
+        if self.host is None:
+            if not self._partition_bytes and any(self._is_owned(p, rank) for p in self._bucket):
+                self._partition_bytes = self.item * self._owned_elements(rank)
+                self.device.add("gradients", self._partition_bytes)
+        elif self.item < 4:  # one parameter at a time on its way to the host
+            self.device.spike("buffers", 4 * max(p.numel() for p in self._bucket))
+        for parameter in self._bucket:
+            parameter.grad = None
+        self._bucket = []
+
+    def _copied(self) -> int:
+        """Elements that allreduce_bucket copies: where the bucket holds the gradients of several partitions in turn."""
+        slices: dict[bool, list[int]] = defaultdict(list)
+        last: tuple[bool, int] | None = None
+        for parameter in self._bucket:
+            group, touched, parts = self._owners[parameter]
+            for replica, count in zip(touched, parts, strict=True):
+                if last == (group.sharded, replica):
+                    slices[group.sharded][-1] += count
+                else:
+                    slices[group.sharded].append(count)
+                last = group.sharded, replica
+        return max(sum(part) if len(part) > 1 else 0 for part in slices.values())
+
+    def _allreduce(self) -> None:
+        for sharded in (False, True):
+            elements = filled = 0
+            for group in self.groups:
+                for parameter in group.parameters if group.sharded == sharded else ():
+                    filled += parameter.numel()
+                    elements = max(elements, filled)
+                    filled = 0 if filled > ALLREDUCE_ELEMENTS else filled
+            self.device.spike("buffers", self.item * elements)
+
+    # -- the update ---------------------------------------------------------------------------------------------------
+
+    def update(self) -> None:
+        """The optimiser's step, on the gradients that `reduce` left."""
+        if self.stage == 0:
+            for group, optimizer in zip(self.groups, self.optimizers, strict=True):
+                at_once = group.size if self.foreach else max(p.numel() for p in group.parameters)
+                self.device.spike("buffers", 4 * optimizer.made * at_once)
+            for parameter in self._owners:
+                parameter.grad = None
+            return
+        for group, optimizer in zip(self.groups, self.optimizers, strict=True):
+            if self.host is not None:
+                self.host.spike("buffers", 4 * optimizer.made * group.partition)
+                continue
+            self.device.add("buffers", self.item * group.partition)  # flat_grad_partition
+            if self.item < 4:
+                self.device.add("buffers", 4 * group.partition)
+                self.device.add("buffers", -self.item * group.partition)
+            if group is self.groups[-1]:  # all groups' gradients share one storage
+                self.device.add("gradients", -self._partition_bytes)
+                self._partition_bytes = 0
+            self.device.spike("buffers", 4 * optimizer.made * group.partition)
+            self.device.add("buffers", -4 * group.partition)
+
+    # -- partitions ---------------------------------------------------------------------------------------------------
+
+    def _ranks(self) -> int:
+        return max(group.replicas for group in self.groups)
+
+    def _is_owned(self, parameter: nn.Parameter, rank: int) -> bool:
+        group, touched, _ = self._owners[parameter]
+        return rank % group.replicas in touched
+
+    def _owned_elements(self, rank: int) -> int:
+        """Elements of the parameters that a rank updates a part of."""
+        return sum(p.numel() for p in self._owners if self._is_owned(p, rank))
+
+    def _fullest_rank(self) -> int:
+        return max(range(self._ranks()), key=self._owned_elements)

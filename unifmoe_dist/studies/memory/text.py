@@ -1,0 +1,104 @@
+"""Estimates as text: one in detail, many as a table, each against a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.studies.memory.estimate import Estimate
+from unifmoe_dist.studies.memory.ledger import KINDS
+from unifmoe_dist.train import build
+
+GIB = 2**30
+MARGIN = 0.1
+"""Assumed share of the peak that the caching allocator loses to fragments, and cuBLAS, cuDNN and NCCL take."""
+
+CONTEXT = 0.8 * GIB
+"""Assumed for the CUDA context with its kernels (0.5 GiB) and what the driver keeps of a card's nominal memory."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a rank may take.
+
+    Args:
+        size: Nominal bytes of its device.
+        gpu: Whether that is a GPU, on which more is needed than tensors.
+        ranks_per_node: Ranks that share a node's CPU memory.
+    """
+
+    size: float
+    gpu: bool
+    ranks_per_node: int
+
+    def needed(self, estimate: Estimate) -> float:
+        """Bytes with margin and context."""
+        return estimate.peak * (1 + MARGIN) + CONTEXT if self.gpu else float(estimate.peak)
+
+    def fits(self, estimate: Estimate) -> bool:
+        return self.needed(estimate) <= self.size
+
+
+def describe(estimate: Estimate, budget: Budget) -> str:
+    """One estimate, kind by kind."""
+    config, parallel = estimate.config, estimate.config.parallel
+    model = "dense" if config.model.moe == "none" else config.model.moe
+    lines = [
+        f"{config.data.task}, {model}, {config.algorithm.name}: {estimate.parameters / 1e6:.1f} million trained "
+        f"parameters on {'the' if estimate.ranks == 1 else f'each of {estimate.ranks}'} "
+        f"rank{'s' * (estimate.ranks > 1)} (expert-parallel size {config.expert_parallel_size(estimate.ranks)}), "
+        f"{parallel.precision}, {config.optim.name}, {estimate.items} items in a rank's micro-batch",
+        f"ZeRO {parallel.zero_stage}, optimiser {'offloaded' if parallel.offload_optimizer else 'on the device'}, "
+        f"gradient checkpointing {'on' if parallel.gradient_checkpointing else 'off'}",
+        "",
+        f"{'GiB per rank':22}{'at the peak':>13}{'at its most':>13}",
+        *(_line(kind, estimate.device[kind]) + f"{estimate.most[kind] / GIB:13.2f}" for kind in KINDS),
+        _line("peak", estimate.peak),
+    ]
+    if budget.gpu:
+        lines += [_line(f"margin, {MARGIN:.0%}", MARGIN * estimate.peak), _line("CUDA context, driver", CONTEXT)]
+    verdict = "fits" if budget.fits(estimate) else "does NOT fit"
+    lines += [f"{_line('needed', budget.needed(estimate))}   {verdict} into {budget.size / GIB:.1f}"]
+    if estimate.host:
+        lines += [_line("CPU memory of a node", sum(estimate.host.values()) * budget.ranks_per_node)]
+    return "\n".join(lines)
+
+
+def _line(name: str, size: float) -> str:
+    return f"{name:22}{size / GIB:13.2f}"
+
+
+def table(estimates: Sequence[Estimate], budget: Budget) -> str:
+    """Estimates of variants of one configuration, a line each, in GiB: every kind at its most, then the peak of all."""
+    head = ["ZeRO", "offload", "checkpointing", *KINDS, "peak", "needed", "CPU/node", "fits"]
+    rows = [head]
+    for estimate in estimates:
+        parallel = estimate.config.parallel
+        host = sum(estimate.host.values()) * budget.ranks_per_node
+        rows.append([
+            str(parallel.zero_stage), _yes(parallel.offload_optimizer), _yes(parallel.gradient_checkpointing),
+            *(f"{estimate.most[kind] / GIB:.2f}" for kind in KINDS), f"{estimate.peak / GIB:.2f}",
+            f"{budget.needed(estimate) / GIB:.2f}", f"{host / GIB:.2f}" if host else "", _yes(budget.fits(estimate)),
+        ])  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def assumptions(config: TrainConfig, budget: Budget) -> str:
+    """What the figures rest on."""
+    lines = [
+        "Kinds are at their most, which is not all at the same time: the peak is below their sum.",
+        "Assumed: routers as they start, and optimiser states that exist (from the second step on).",
+    ]
+    if build.is_language(config):
+        lines += ["Every sentence has the longest length, 128 tokens, without padding."]
+    if budget.gpu:
+        lines += ["GPU kernels (docs/memory.md): fused attention, Triton experts, optimisers over lists of tensors."]
+    if config.model.dispatcher == "tutel" and config.parallel.expert_parallel_size != 1:
+        lines += ["The dispatcher tutel pads its buffers and keeps them in float32, which is not counted."]
+    return "\n".join(lines)

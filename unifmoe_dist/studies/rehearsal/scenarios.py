@@ -1,0 +1,236 @@
+"""What a cluster does to a job, done to a small training run whose experts are sharded over the hosts.
+
+Every scenario is judged by the losses: however often it was stopped, a run must end with those of an undisturbed one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from unifmoe_dist.console import script
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.studies.rehearsal.hosts import Host, Network
+
+PORT = 29400
+ENDS_SECONDS = 60.0  # within which every rank must have ended, and said why
+# Small, so that a run takes seconds. The batch divides over one host as well as over all.
+OPTIONS = (
+    "--steps", "60", "--eval_every", "10", "--log_every", "1", "--progress", "false", "--baseline", "false",
+    "--model.layers", "[1,3]", "--model.num_experts", "4", "--data.batch_size", "8", "--optim.warmup_steps", "10",
+    "--resume", "auto", "--parallel.expert_parallel_size", "auto",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended on one host.
+
+    Args:
+        host: Name of the host.
+        status: Exit status of its launcher; None if it had to be killed.
+        seconds: From the event to the launcher's end.
+        sentence: Why its rank stopped, if another was the cause.
+    """
+
+    host: str
+    status: int | None
+    seconds: float
+    sentence: str | None
+
+
+class Job:
+    """Context manager of a training run on some hosts, one rank each, started by torchrun on every one.
+
+    Args:
+        hosts: Where it runs; the first one holds the rendezvous.
+        run: Folder of the run, which all hosts share.
+        options: Options of launch/train.py.
+    """
+
+    def __init__(self, hosts: Sequence[Host], run: Path, options: Sequence[str] = OPTIONS) -> None:
+        self.hosts, self.run = hosts, run
+        words = [
+            sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}", "--nproc-per-node=1",
+            "--rdzv-backend=c10d", f"--rdzv-endpoint={hosts[0].name}:{PORT}", str(script("train")), *options,
+            "--output", str(run),
+        ]  # fmt: skip
+        number = len(list(run.parent.glob(f"{run.name}-*.log")))
+        self.logs = [run.with_name(f"{run.name}-{number + i:02d}-{host.name}.log") for i, host in enumerate(hosts)]
+        self._processes = []
+        run.parent.mkdir(parents=True, exist_ok=True)
+        for host, log in zip(hosts, self.logs, strict=True):
+            with log.open("w") as output:
+                self._processes.append(host.start(words, output, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1"))
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    def wait_for_checkpoint(self, seconds: float = 120) -> None:
+        """Wait until the run has one, and a step or two more."""
+        pointer, limit = self.run / "checkpoints" / "latest", time.monotonic() + seconds
+        while not pointer.is_file():
+            if time.monotonic() > limit or any(process.poll() for process in self._processes):
+                raise UserError(f"the run did not get to its first checkpoint; see {self.logs[0]}.")
+            time.sleep(0.05)
+        time.sleep(0.3)
+
+    def wait_for_ranks(self, seconds: float = ENDS_SECONDS) -> float:
+        """Wait until the rank of every host that is still there has said why it stops; returns the seconds."""
+        started = time.monotonic()
+        while any(s is None and p.poll() is None for s, p in zip(self._sentences(), self._processes, strict=True)):
+            if time.monotonic() - started > seconds:
+                raise UserError(f"a rank still hangs {seconds:.0f} s after the event; see {self.run.parent}.")
+            time.sleep(0.1)
+        return time.monotonic() - started
+
+    def finish(self, seconds: float) -> list[Ended]:
+        """Wait for every launcher, and kill those that have not ended after so long."""
+        started, ends = time.monotonic(), [0.0 for _ in self._processes]
+        while any(end == 0.0 for end in ends) and time.monotonic() - started < seconds:
+            for i, process in enumerate(self._processes):
+                if ends[i] == 0.0 and process.poll() is not None:
+                    ends[i] = time.monotonic() - started
+            time.sleep(0.05)
+        statuses = [process.poll() for process in self._processes]
+        self.kill()
+        return [
+            Ended(host.name, status, end or seconds, sentence)
+            for host, status, end, sentence in zip(self.hosts, statuses, ends, self._sentences(), strict=True)
+        ]
+
+    def kill(self) -> None:
+        """End what is left of it: the launchers and all that they started, and nothing by its place."""
+        for process in self._processes:
+            if process.poll() is None:
+                with suppress(psutil.NoSuchProcess):
+                    for started in psutil.Process(process.pid).children(recursive=True):
+                        started.kill()
+                process.kill()
+                process.wait()
+
+    def _sentences(self) -> list[str | None]:
+        texts = (log.read_text(errors="replace") for log in self.logs)
+        found = (re.search(r"^rank \d+ stops because .*$", text, re.M) for text in texts)
+        return [match.group() if match else None for match in found]
+
+
+def losses(run: Path) -> dict[int, float]:
+    """Training loss by step."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a scenario came to.
+
+    Args:
+        name: Of the scenario.
+        largest_difference: Between a step's loss and that of the undisturbed run.
+        seconds: It took.
+    """
+
+    name: str
+    largest_difference: float
+    seconds: float
+
+
+class Rehearsal:
+    """Runs scenarios over new hosts and says what happens.
+
+    Args:
+        folder: Where runs and logs go.
+        say: Prints a line.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self.folder, self._say = folder, say
+        self._expected: dict[int, float] | None = None
+
+    def scenario(self, name: str) -> Outcome:
+        """Run one of SCENARIOS, after an undisturbed run if there has been none.
+
+        Raises:
+            UserError: the job did not do what it must; the sentence says what.
+        """
+        if self._expected is None:
+            self._say("undisturbed: two hosts, one rank each, experts sharded over both")
+            started = time.monotonic()
+            with Network() as network:
+                self._complete(network.hosts, self.folder / "undisturbed")
+            self._expected = losses(self.folder / "undisturbed")
+            self._say(f"  {len(self._expected)} steps in {time.monotonic() - started:.0f} s")
+        self._say(f"{name}: {SCENARIOS[name].__doc__}")
+        started = time.monotonic()
+        run = self.folder / name
+        with Network() as network:
+            SCENARIOS[name](self, network, run)
+        found = losses(run)
+        if found.keys() != self._expected.keys():
+            raise UserError(f"{name}: {len(found)} of {len(self._expected)} steps are in {run / 'metrics.jsonl'}.")
+        worst = max(abs(found[step] - loss) for step, loss in self._expected.items())
+        outcome = Outcome(name, worst, time.monotonic() - started)
+        self._say(f"  all losses within {worst:.1e} of the undisturbed run's; {outcome.seconds:.0f} s in all")
+        if worst > 1e-4:
+            raise UserError(f"{name}: the losses differ from the undisturbed run's by {worst:.1e}.")
+        return outcome
+
+    def cut(self, network: Network, run: Path) -> None:
+        """the second host's cable is pulled in mid-run, put back, and the same command run again"""
+        with Job(network.hosts, run) as job:
+            job.wait_for_checkpoint()
+            network.cut(network.hosts[1])
+            self._say("  cable pulled; packets now vanish")
+            self._say(f"  the ranks of both hosts had said why they stop after {job.wait_for_ranks():.1f} s")
+            network.mend(network.hosts[1])
+            self._say("  cable put back")
+            self._tell(job.finish(60))
+        self._complete(network.hosts, run)
+
+    def kill(self, network: Network, run: Path) -> None:
+        """the second host dies in mid-run, and the first goes on alone with the same options"""
+        with Job(network.hosts, run) as job:
+            job.wait_for_checkpoint()
+            network.hosts[1].kill()
+            self._say("  every process of node1 killed")
+            self._tell(job.finish(ENDS_SECONDS))
+        self._complete(network.hosts[:1], run)
+
+    def slow(self, network: Network, run: Path) -> None:
+        """100 Mbit/s, queues of up to 50 ms, one packet in a hundred lost"""
+        network.slow(megabits=100, loss_percent=1)
+        self._complete(network.hosts, run)
+
+    def _complete(self, hosts: Sequence[Host], run: Path) -> None:
+        """Run the job to its end."""
+        with Job(hosts, run) as job:
+            for end in job.finish(300):
+                if end.status != 0:
+                    raise UserError(f"the job failed on {end.host} (status {end.status}); see {job.logs[0]}.")
+
+    def _tell(self, ends: Sequence[Ended]) -> None:
+        """Say how a disturbed job ended; it must not have succeeded."""
+        for end in ends:
+            how = f"ended with status {end.status}" if end.status is not None else "killed, as it still ran"
+            self._say(f"  {end.host}: {end.sentence or 'no rank is left to say anything'}")
+            self._say(f"  {end.host}: launcher {how} after {end.seconds:.1f} s")
+            if end.status == 0:
+                raise UserError(f"the job on {end.host} ended as if nothing had happened.")
+
+
+SCENARIOS = {"cut": Rehearsal.cut, "kill": Rehearsal.kill, "slow": Rehearsal.slow}

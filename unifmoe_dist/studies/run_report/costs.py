@@ -1,0 +1,158 @@
+"""The paper's cost table for a run's own model, and for every method of the paper's tables at the run's backbone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from unifmoe_dist.algorithms import Algorithm
+from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.data.task import Batch
+from unifmoe_dist.data.text import MAX_LENGTH
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.methods.registry import METHODS, with_options
+from unifmoe_dist.runtime.heartbeat import followed
+from unifmoe_dist.runtime.ranks import seed_everything
+from unifmoe_dist.studies.cost.count import Cost, count_cost
+from unifmoe_dist.studies.cost.measure import MeasuredCost, measure_cost
+from unifmoe_dist.studies.run_report.loading import NEUTRAL, LoadedRun
+from unifmoe_dist.studies.run_report.sample import Sample
+from unifmoe_dist.studies.tables import BENCHMARKS
+from unifmoe_dist.studies.usage.maps import PatchGrid
+from unifmoe_dist.train import build
+from unifmoe_dist.train.batches import TrainBatches
+from unifmoe_dist.train.evaluate import collect_usage
+from unifmoe_dist.upcycling import moe_layers
+from unifmoe_dist.usage import UsageSummary
+
+EVAL_ITEMS = 64
+"""Items of an inference step, as in the paper; counting takes fewer where COUNTED_TOKENS are reached before."""
+
+COUNTED_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class CostColumn:
+    """A model of the table.
+
+    Args:
+        label: Name for readers.
+        method: Method of the paper's table, or None.
+        trained: Whether the counts are at the routing of a trained run; otherwise at that of new layers.
+        cost: What was counted.
+        measured: Seconds and memory, if they were measured.
+    """
+
+    label: str
+    method: str | None
+    trained: bool
+    cost: Cost
+    measured: MeasuredCost | None
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Columns of the table, and why a method has none.
+
+    Args:
+        columns: Models.
+        missing: By method's label, what stands against building it here.
+    """
+
+    columns: list[CostColumn]
+    missing: Mapping[str, str]
+
+
+def own_cost(run: LoadedRun, sample: Sample, usage: Mapping[str, UsageSummary], measure: bool) -> CostColumn:
+    """The run's model as it was trained."""
+    cost = count_cost(run.model, _counted(run, sample)[0], usage)
+
+    def prepare() -> nn.Module:
+        algorithm = build.build_algorithm(run.config, run.task)
+        algorithm.model = copy.deepcopy(run.model).cpu()
+        return algorithm
+
+    measured = _measure(run, sample, lambda: copy.deepcopy(run.model).cpu(), prepare) if measure else None
+    return CostColumn(f"{run.method} ({run.name})", run.paper_method, True, cost, measured)
+
+
+def method_costs(run: LoadedRun, sample: Sample, own: CostColumn, measure: bool) -> CostTable:
+    """Every method of the paper's tables at the run's backbone, data and layers, the run's own in its place."""
+    columns = [] if own.method in METHODS else [own]
+    missing = {}
+    for name in followed(list(METHODS), "cost of methods"):
+        try:
+            columns.append(own if own.method == name else _fresh(run, sample, name, measure))
+        except UserError as error:
+            missing[METHODS[name].label] = str(error).rstrip(".")
+    return CostTable(columns, missing)
+
+
+def _fresh(run: LoadedRun, sample: Sample, name: str, measure: bool) -> CostColumn:
+    """A method in new layers: upcycled from the backbone, not trained.
+
+    Raises:
+        UserError: It does not fit the run's backbone, number of experts or data.
+    """
+    config = method_config(run.config, name)
+
+    def prepare() -> Algorithm:
+        seed_everything(config.seed)
+        return build.build_algorithm(config, run.task)
+
+    def deploy() -> nn.Module:
+        return prepare().model
+
+    model = deploy().to(run.device).eval()
+    inputs, _ = _counted(run, sample)
+    with torch.no_grad():
+        model(**inputs)
+    cost = count_cost(model, inputs, collect_usage(model, run.ranks))
+    del model
+    measured = _measure(run, sample, deploy, prepare) if measure else None
+    return CostColumn(METHODS[name].label, name, False, cost, measured)
+
+
+def method_config(config: TrainConfig, name: str) -> TrainConfig:
+    """A run's configuration with a method of the paper's tables in place of its own.
+
+    Raises:
+        UserError: It sends tokens to more experts than there are.
+    """
+    options = {**NEUTRAL, "model.capacity_factor": None}
+    if config.model.moe in ("emoe", "emoe_learn"):  # its experts are slices: their number means nothing elsewhere
+        options["model.num_experts"] = TrainConfig().model.num_experts
+    own = BENCHMARKS[config.data.task].method_options.get(name, {})
+    result = with_options(config, {**options, **METHODS[name].options, **own})
+    if result.model.moe == "topk" and result.model.top_k > result.model.num_experts:
+        raise UserError(f"there are {result.model.num_experts} experts")
+    return result
+
+
+def _counted(run: LoadedRun, sample: Sample) -> Batch:
+    """Items that are counted on. Images of a run are all of one size, and texts at most MAX_LENGTH long."""
+    length = MAX_LENGTH
+    if not run.is_text:
+        grid = PatchGrid.of(run.model)
+        length = grid.rows * grid.columns + grid.prefix
+    return sample.batch(max(1, min(EVAL_ITEMS, COUNTED_TOKENS // length)))
+
+
+def _measure(
+    run: LoadedRun, sample: Sample, deploy: Callable[[], nn.Module], prepare: Callable[[], nn.Module]
+) -> MeasuredCost:
+    batches = TrainBatches(run.task, run.config.data.batch_size, run.config.seed, 0, 1, 1)
+    (train,) = batches.step(0)
+    return measure_cost(deploy, prepare, training_loss, train, sample.batch(EVAL_ITEMS)[0], run.device)
+
+
+def training_loss(algorithm: nn.Module, inputs: Mapping[str, Tensor], labels: Tensor) -> Tensor:
+    """What the trainer minimises: the algorithm's loss and the layers' own."""
+    loss, _ = algorithm(inputs, labels, 0)
+    for layer in moe_layers(algorithm).values():
+        loss = loss + layer.auxiliary_weight * layer.auxiliary_loss()
+    return loss

@@ -1,0 +1,210 @@
+"""A scaling study: a grid of layouts, each measured on ranks started here, kept in a CSV that a re-run continues."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.runtime import heartbeat
+from unifmoe_dist.studies.local_ranks import check_world_size, run_local_ranks
+from unifmoe_dist.studies.scaling.point import Layout, Measurement, Study, measure, train_config
+
+
+@dataclass(frozen=True)
+class Point:
+    """A layout and what was measured there."""
+
+    layout: Layout
+    result: Measurement
+
+
+def grid(
+    experts: Sequence[int], ranks: Sequence[int], expert_parallel: Sequence[int], batch: Sequence[int],
+    dispatchers: Sequence[str], zero: Sequence[int],
+) -> tuple[list[Layout], int]:  # fmt: skip
+    """Every layout of the grid that can exist, in the order of rank counts.
+
+    Args:
+        experts: Numbers K of residual experts.
+        ranks: World sizes.
+        expert_parallel: Expert-parallel sizes; 0 is the largest that divides both K and the world size.
+        batch: Images per rank and step.
+        dispatchers: Names; where every rank holds all experts, each of them is "local".
+        zero: ZeRO stages.
+
+    Returns:
+        The layouts, and how many combinations were left out because a size does not divide or more ranks than experts
+        would be needed.
+
+    Raises:
+        UserError: no combination is possible, or a number is below 1.
+    """
+    for name, values in (("--experts", experts), ("--ranks", ranks), ("--batch", batch)):
+        if min(values) < 1:
+            raise UserError(f"{name} must be at least 1, not {min(values)}.")
+    for world in ranks:
+        check_world_size(world)
+    layouts: dict[Layout, None] = {}  # a set that keeps the order
+    left_out = 0
+    for world, k, size, images, name, stage in product(
+        sorted(set(ranks)), sorted(set(experts)), expert_parallel, batch, dispatchers, zero
+    ):
+        size = size or (1 if name == "local" else math.gcd(k, world))
+        if k % size or world % size or (name == "local" and size > 1):
+            left_out += 1
+            continue
+        dispatcher = "local" if size == 1 else "alltoall" if name == "auto" else name
+        layouts[Layout(k, world, size, images, dispatcher, stage)] = None
+    if not layouts:
+        raise UserError(
+            "no combination of --experts, --ranks and --expert-parallel-size is possible: the size must divide both "
+            "other numbers, and dispatcher local needs size 1."
+        )
+    return list(layouts), left_out
+
+
+def run_study(layouts: Sequence[Layout], study: Study, folder: Path, progress: bool = True) -> list[Point]:
+    """Measure the layouts that `folder`/scaling.csv does not hold yet, one row each, and return all of them.
+
+    Raises:
+        UserError: the folder holds a study of another shape; a layout is refused; or, once all others are done, a
+            layout failed.
+    """
+    for layout in layouts:
+        train_config(layout, study)  # refuses what cannot work before any rank starts
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {folder} cannot be used ({error}); choose another folder.") from error
+    _agree_on_study(folder, study)
+    done = {p.layout: p for p in read_points(folder)}
+    missing = [layout for layout in layouts if layout not in done]
+    failures = []
+    bar = tqdm(total=len(layouts), initial=len(layouts) - len(missing), desc="scaling", unit="point",
+               dynamic_ncols=True, disable=not progress)  # fmt: skip
+    for layout in missing:
+        bar.set_postfix_str(describe(layout))
+        heartbeat.doing(f"{len(done)} of {len(layouts)} points done, at {describe(layout)}")
+        try:
+            values = run_local_ranks(layout.ranks, measure, layout, study, threads=study.threads)[0]
+        except RuntimeError as error:  # out of memory, say: the others can still be measured
+            failures.append(f"{describe(layout)}: {_last_line(str(error))}")
+            tqdm.write(f"{describe(layout)} failed: {error}")
+        else:
+            done[layout] = Point(layout, Measurement(**values))
+            _append(folder / "scaling.csv", done[layout])
+        bar.update()
+    bar.close()
+    if failures:
+        raise UserError(
+            f"{len(failures)} of {len(layouts)} points failed; the others are in {folder / 'scaling.csv'}, and the "
+            f"same command tries the missing ones again. First failure: {failures[0]}"
+        )
+    return [done[layout] for layout in layouts]
+
+
+def describe(layout: Layout) -> str:
+    """A layout in a few words."""
+    return (
+        f"K={layout.experts} ranks={layout.ranks} ep={layout.expert_parallel} batch={layout.batch} "
+        f"{layout.dispatcher} zero={layout.zero}"
+    )
+
+
+def read_points(folder: Path) -> list[Point]:
+    """All points of a study; a last line that was cut short is left out.
+
+    Raises:
+        UserError: the file does not hold points.
+    """
+    path = folder / "scaling.csv"
+    if not path.is_file():
+        return []
+    try:
+        rows = csv.DictReader(io.StringIO(path.read_text().rpartition("\n")[0]))
+        return [Point(_typed(Layout, row), _typed(Measurement, row)) for row in rows]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} does not hold the points of a study; delete it to measure them again.") from error
+
+
+def read_study(folder: Path) -> Study:
+    """What the points of a folder have in common.
+
+    Raises:
+        UserError: the folder holds no study, or its file is damaged.
+    """
+    path = folder / "study.json"
+    if not path.is_file():
+        raise UserError(f"{folder} holds no study.json; give the --output folder of a scaling sweep.")
+    try:
+        return Study(**json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} does not describe a study ({error}); choose another folder.") from error
+
+
+def format_points(points: Iterable[Point]) -> str:
+    """Markdown table of the main figures."""
+    lines = [
+        "| ranks | K | expert-parallel size | batch | dispatcher | ZeRO | tokens/s | step (ms) | bytes/token, sent "
+        "| minimum | Tutel, padded | memory/rank (MB) | busiest expert / mean | C_B | k | dropped |",
+        "|" + " ---: |" * 4 + " --- |" + " ---: |" * 11,
+    ]
+    for p in points:
+        a, r = p.layout, p.result
+        lines.append(
+            f"| {a.ranks} | {a.experts} | {a.expert_parallel} | {a.batch} | {a.dispatcher} | {a.zero} "
+            f"| {r.tokens_per_second:,.0f} | {1e3 * r.step:.1f} | {r.sent_bytes:,.0f} | {r.minimum_bytes:,.0f} "
+            f"| {r.tutel_bytes:,.0f} | {r.memory / 1e6:,.0f} | {r.load_imbalance:.2f} | {r.blocks_per_token:.1f} "
+            f"| {r.experts_per_token:.2f} | {r.dropped} |"
+        )
+    return "\n".join(lines)
+
+
+def _agree_on_study(folder: Path, study: Study) -> None:
+    path = folder / "study.json"
+    if path.is_file():
+        kept = asdict(read_study(folder))
+        other = [f"{name} {value}" for name, value in kept.items() if value != getattr(study, name)]
+        if other:
+            raise UserError(
+                f"{folder} holds a study with {', '.join(other)}; use the same options or another --output."
+            )
+    path.write_text(json.dumps(asdict(study), indent=1))
+
+
+def _append(path: Path, point: Point) -> None:
+    row = {**asdict(point.layout), **asdict(point.result)}
+    text, end, cut = path.read_text().rpartition("\n") if path.is_file() else ("", "", "")
+    if cut:
+        path.write_text(text + end)  # a line that a crash cut short
+    with path.open("a", newline="") as handle:
+        writer = csv.DictWriter(handle, list(row), lineterminator="\n")
+        if not text:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def _typed(kind: Any, row: dict[str, str]) -> Any:
+    types: dict[str, Any] = {"int": int, "float": float, "str": str}
+    return kind(**{f.name: types[str(f.type)](row[f.name]) for f in fields(kind)})
+
+
+def _last_line(text: str) -> str:
+    return text.strip().splitlines()[-1]
+
+
+def default_ranks() -> list[int]:
+    """1, 2, 4 ... up to the GPUs here; 1, 2 and 4 on the CPU."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 4
+    return [2**i for i in range(int(math.log2(max(gpus, 1))) + 1)]

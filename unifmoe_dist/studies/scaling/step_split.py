@@ -1,0 +1,171 @@
+"""Where the time of a training step goes, part by part, forward and backward, from a torch.profiler recording."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import DeviceType
+
+from unifmoe_dist.profiling import PREFIX, profile_range
+
+PARTS = ("route", "dispatch", "shared_experts", "residual_experts", "combine", "all_reduce", "optimizer", "other")
+"""`all_reduce` is every collective of the engine: gradient reduction and, with ZeRO, gathering parameters. `other` is
+the dense rest of the model, forward and backward, and the step's fixed work."""
+
+_BACKWARD = "autograd::engine::evaluate_function: "
+_COLLECTIVES = (
+    "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_fn", "reduce_scatter_tensor", "all_gather",
+    "all_gather_into_tensor", "allgather_fn", "all_gather_coalesced", "all_reduce_coalesced", "broadcast",
+)  # fmt: skip
+
+
+@contextmanager
+def named_collectives() -> Iterator[None]:
+    """Give DeepSpeed's collectives the range "unifmoe::all_reduce" in profiles."""
+    from deepspeed import comm
+
+    originals = {name: getattr(comm, name) for name in _COLLECTIVES if hasattr(comm, name)}
+
+    def ranged(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with profile_range("all_reduce"):
+                return function(*args, **kwargs)
+
+        return call
+
+    for name, function in originals.items():
+        setattr(comm, name, ranged(function))
+    try:
+        yield
+    finally:
+        for name, function in originals.items():
+            setattr(comm, name, function)
+
+
+def split_step(step: Callable[[], Any], seconds: float, repeats: int, device: torch.device) -> dict[str, float]:
+    """Profile `repeats` calls of a training step that takes `seconds` without a profiler, and split that time.
+
+    Returns:
+        Seconds by part; they add up to `seconds`. On the CPU they are shares of the wall time of this process, waits
+        for other ranks included, less what recording costs for each event. On a GPU they are kernel time, and `other`
+        takes what no kernel of another part covers, idle time included.
+    """
+    cuda = device.type == "cuda"
+    cost = 0.0 if cuda else recording_cost()
+    with named_collectives(), _recording(cuda) as recording:
+        for _ in range(repeats):
+            with profile_range("step"):
+                step()
+                if cuda:
+                    torch.cuda.synchronize(device)
+    if cuda:
+        totals = attribute(_events_with_kernels(recording))
+        parts = {name: 1e-9 * totals[name].kernels / repeats for name in PARTS}
+        return {**parts, "other": max(0.0, seconds - sum(v for name, v in parts.items() if name != "other"))}
+    totals = attribute(_events(recording))
+    walls = {name: max(0.0, totals[name].wall - cost * totals[name].events) for name in PARTS}
+    return {name: seconds * wall / sum(walls.values()) for name, wall in walls.items()}
+
+
+def recording_cost(operations: int = 1000, rounds: int = 5) -> float:
+    """Nanoseconds by which recording lengthens one small operation, the least of several rounds."""
+    x = torch.zeros(1)
+
+    def best() -> float:
+        times = []
+        for _ in range(rounds):
+            started = time.perf_counter_ns()
+            for _ in range(operations):
+                torch.neg(x)
+            times.append(time.perf_counter_ns() - started)
+        return min(times) / operations
+
+    plain = best()
+    with _recording(cuda=False):
+        return max(0.0, best() - plain)
+
+
+def _recording(cuda: bool) -> torch.profiler.profile:
+    kinds = torch.profiler.ProfilerActivity
+    return torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA] if cuda else [kinds.CPU])
+
+
+class Event(NamedTuple):
+    """A profiled range or operation on a CPU thread: times in nanoseconds; kernels, the GPU time it launched itself."""
+
+    name: str
+    thread: int
+    start: int
+    end: int
+    sequence: int
+    kernels: float = 0.0
+
+
+@dataclass
+class Totals:
+    """Of one part: wall time without the parts nested in it (ns), events recorded, and kernel time (ns)."""
+
+    wall: float = 0.0
+    events: int = 0
+    kernels: float = 0.0
+
+
+def attribute(events: Iterable[Event]) -> dict[str, Totals]:
+    """Charge what happens inside "unifmoe::step" ranges to the innermost part around it, else to "other".
+
+    A backward event belongs to the part whose forward operation has its sequence number.
+    """
+    totals = {name: Totals() for name in PARTS}
+    part_of_sequence: dict[int, str] = {}
+    stacks: dict[int, list[tuple[int, str]]] = {}  # by thread: ends and parts of the open events
+    for event in sorted(events, key=lambda e: (e.start, -e.end)):
+        stack = stacks.setdefault(event.thread, [])
+        while stack and stack[-1][0] <= event.start:
+            stack.pop()
+        around = stack[-1][1] if stack else None
+        part = around or "other"
+        if event.name.startswith(_BACKWARD):
+            part = part_of_sequence.get(event.sequence, part)
+        elif event.name.startswith(PREFIX):
+            name = event.name.removeprefix(PREFIX)
+            part = name if name in PARTS else "other"
+        elif event.sequence >= 0:
+            # Operations that record no node carry the next node's number, so the last to start with it made it.
+            part_of_sequence[event.sequence] = part
+        if around is not None or event.name == PREFIX + "step" or event.name.startswith(_BACKWARD):
+            totals[part].events += 1
+            totals[part].kernels += event.kernels
+            if part != around:
+                totals[part].wall += event.end - event.start
+                if around is not None:
+                    totals[around].wall -= event.end - event.start
+        stack.append((event.end, part))
+    return totals
+
+
+def _events(recording: torch.profiler.profile) -> list[Event]:
+    # Not recording.events(): that builds an object tree, which takes 20 times as long as the step itself.
+    assert recording.profiler is not None and recording.profiler.kineto_results is not None
+    return [
+        Event(e.name(), e.start_thread_id(), e.start_ns(), e.end_ns(), e.sequence_nr())
+        for e in recording.profiler.kineto_results.events()
+        if e.device_type() == DeviceType.CPU and not e.is_async()
+    ]
+
+
+def _events_with_kernels(recording: torch.profiler.profile) -> list[Event]:
+    return [
+        Event(
+            e.name, e.thread, round(1e3 * e.time_range.start), round(1e3 * e.time_range.end), e.sequence_nr,
+            1e3 * e.self_device_time_total,
+        )
+        for e in recording.events() or []
+        if e.device_type == DeviceType.CPU and not e.is_async
+    ]  # fmt: skip

@@ -1,0 +1,288 @@
+"""Bytes that one UniF-MoE layer moves between ranks: the least possible, ours, and Tutel's for the same routing.
+
+All figures count what leaves a rank for another one; what stays is free. Formulas attribute bytes to the rank whose
+tokens cause them, so summing over the ranks of an expert-parallel group gives what all of them send.
+
+The least that any exchange of whole tokens must send, for each token and each remote rank that holds at least one of
+its active experts:
+
+    forward    model_dim * itemsize      the token
+               ceil(B / 8)               its block mask
+               4 * (active experts there)    their float32 gates
+               model_dim * itemsize      one summed row back
+    backward   model_dim * itemsize      gradient of the row
+               model_dim * itemsize      gradient of the token
+               4 * (active experts there)    gradients of the gates
+
+Saying which experts the gates belong to, and how many rows come, is not part of this minimum: it counts against us.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+GATE_BYTES = 4
+_COUNT_BYTES = 4 * 8  # what alltoall announces to each peer: its rows, its gates, and who wants gradients, int64
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Bytes to other ranks in the forward and in the backward pass."""
+
+    forward: float = 0
+    backward: float = 0
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+    def __add__(self, other: Volume) -> Volume:
+        return Volume(self.forward + other.forward, self.backward + other.backward)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank's tokens ask of an exchange.
+
+    Args:
+        crossings: (token, remote rank) pairs with at least one active expert.
+        gates: Active (token, expert) pairs on remote ranks.
+        num_experts: Experts K over all ranks.
+        num_blocks: Blocks B.
+        group_size: Ranks of the expert-parallel group.
+        row_bytes: model_dim * itemsize.
+        largest_load: Tokens of this rank at the most loaded expert.
+    """
+
+    crossings: float
+    gates: float
+    num_experts: int
+    num_blocks: int
+    group_size: int
+    row_bytes: int
+    largest_load: float
+
+    @staticmethod
+    def of(gates: Tensor, num_blocks: int, row_bytes: int, group_size: int, rank: int) -> Traffic:
+        """Traffic of the tokens at home on `rank` of a group, from their (N, K) gates; NaN gates are active."""
+        tokens, num_experts = gates.shape
+        active = (gates != 0).view(tokens, group_size, num_experts // group_size)
+        remote = torch.arange(group_size, device=gates.device) != rank
+        return Traffic(
+            crossings=int(active.any(-1)[:, remote].sum()),
+            gates=int(active[:, remote].sum()),
+            num_experts=num_experts,
+            num_blocks=num_blocks,
+            group_size=group_size,
+            row_bytes=row_bytes,
+            largest_load=int((gates != 0).sum(0).max()),
+        )
+
+
+def minimum_volume(traffic: Traffic) -> Volume:
+    """The least bytes for this traffic, as the module defines it."""
+    rows = 2 * traffic.crossings * traffic.row_bytes
+    gates = GATE_BYTES * traffic.gates
+    return Volume(rows + gates + traffic.crossings * math.ceil(traffic.num_blocks / 8), rows + gates)
+
+
+def alltoall_volume(traffic: Traffic) -> Volume:
+    """Bytes of the alltoall dispatcher: the minimum, bits for the active experts, and the counts announced."""
+    minimum = minimum_volume(traffic)
+    local = traffic.num_experts // traffic.group_size
+    bits = math.ceil((traffic.num_blocks + local) / 8) - math.ceil(traffic.num_blocks / 8)
+    counts = _COUNT_BYTES * (traffic.group_size - 1)
+    return Volume(minimum.forward + traffic.crossings * bits + counts, minimum.backward)
+
+
+def tutel_volume(traffic: Traffic, capacity: float) -> Volume:
+    """Bytes of Tutel's padded exchange: (K, capacity, model_dim) out and back, forward and backward.
+
+    Gates stay at home there, and block masks, which Tutel does not know, are not counted. The capacity drops nothing:
+    it is the largest `largest_load` over the ranks of the group.
+    """
+    remote = traffic.num_experts - traffic.num_experts // traffic.group_size
+    one_way = remote * capacity * traffic.row_bytes
+    return Volume(2 * one_way, 2 * one_way)
+
+
+def expected_traffic(
+    tokens: float, experts_per_token: float, num_experts: int, num_blocks: int, row_bytes: int, group_size: int
+) -> Traffic:
+    """Expected traffic of `tokens` tokens whose k experts lie anywhere with equal chance.
+
+    With K / group_size experts on a rank, it holds none of a token's k with the hypergeometric chance
+    C(K - K / group_size, k) / C(K, k), continued to fractional k by gamma functions.
+    """
+    away, k = num_experts - num_experts // group_size, experts_per_token
+    absent = 0.0
+    if k <= away:
+        absent = math.exp(
+            math.lgamma(away + 1) - math.lgamma(away - k + 1)
+            - math.lgamma(num_experts + 1) + math.lgamma(num_experts - k + 1)
+        )  # fmt: skip
+    return Traffic(
+        crossings=tokens * (group_size - 1) * (1.0 - absent), gates=tokens * k * (group_size - 1) / group_size,
+        num_experts=num_experts, num_blocks=num_blocks, group_size=group_size, row_bytes=row_bytes,
+        largest_load=tokens * k / num_experts,
+    )  # fmt: skip
+
+
+class ByteCount:
+    """Running totals of one rank: bytes to other ranks, and messages (one per peer and collective)."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.messages = 0
+
+
+@contextmanager
+def counting_bytes() -> Iterator[ByteCount]:
+    """Count what this rank hands to torch.distributed.all_to_all_single for other ranks, small exchanges included."""
+    count, original = ByteCount(), dist.all_to_all_single
+
+    def counted(
+        output: Tensor, input: Tensor, output_split_sizes: list[int] | None = None,
+        input_split_sizes: list[int] | None = None, group: Any = None, async_op: bool = False,
+    ) -> Any:  # fmt: skip
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        row = input.element_size() * math.prod(input.shape[1:])
+        splits = input_split_sizes or [input.shape[0] // size] * size
+        count.bytes += row * (sum(splits) - splits[rank])
+        count.messages += size - 1
+        return original(output, input, output_split_sizes, input_split_sizes, group=group, async_op=async_op)
+
+    dist.all_to_all_single = counted
+    try:
+        yield count
+    finally:
+        dist.all_to_all_single = original
+
+
+# -- the comparison on synthetic routing -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class VolumeRow:
+    """One line of the comparison: bytes per token of one layer, forward and backward together.
+
+    Args:
+        routing: "uniform" or "skewed".
+        experts: K.
+        ranks: World size.
+        group_size: Expert-parallel size: the largest that divides both K and `ranks`.
+        experts_per_token: Mean k.
+        load_imbalance: Load of the busiest expert over the mean.
+        minimum: Least bytes per token.
+        alltoall: Bytes per token counted at the collective.
+        tutel: Bytes per token of Tutel's padded exchange.
+    """
+
+    routing: str
+    experts: int
+    ranks: int
+    group_size: int
+    experts_per_token: float
+    load_imbalance: float
+    minimum: float
+    alltoall: float
+    tutel: float
+
+
+def synthetic_tokens(
+    tokens: int, router_weight: Tensor, skewed: bool, generator: torch.Generator
+) -> Tensor:
+    """(tokens, model_dim) tokens for a router (K + 1, model_dim) with orthonormal rows.
+
+    Standard normal tokens give every expert the same expected load. Skewed ones lean towards expert i by the logarithm
+    of a Zipf popularity, 1 / (i' + 1) with i' a random place: orthonormal rows add exactly that to its logit.
+    """
+    num_experts, dim = router_weight.shape[0] - 1, router_weight.shape[1]
+    x = torch.randn(tokens, dim, generator=generator)
+    if skewed:
+        place = torch.randperm(num_experts, generator=torch.Generator().manual_seed(0))
+        x = x - torch.log(place + 1.0) @ router_weight[1:].detach()
+    return x
+
+
+def measure_volume(
+    experts: int, skewed: bool, tokens: int, model_dim: int, num_blocks: int
+) -> dict[str, float]:
+    """Run on every rank of a job: one forward and backward of a dispatcher over synthetic routing, bytes counted.
+
+    Returns:
+        The numbers of VolumeRow, the same on every rank, and "formula", the bytes per token of `alltoall_volume`.
+    """
+    from unifmoe_dist.dispatch.alltoall import AllToAllDispatcher
+    from unifmoe_dist.routing import Router
+    from unifmoe_dist.runtime.ranks import running_ranks, world_size_from_environment
+
+    size = math.gcd(experts, world_size_from_environment())
+    with running_ranks(size) as ranks:
+        torch.manual_seed(0)
+        router = Router(model_dim, experts)
+        prototypes = torch.randn(num_blocks, model_dim)
+        x = synthetic_tokens(tokens, router.weight, skewed, torch.Generator().manual_seed(1 + ranks.rank))
+        x = x.requires_grad_()
+        routing = router.decide(x, prototypes)
+        traffic = Traffic.of(
+            routing.gates, num_blocks, model_dim * x.element_size(), size, ranks.expert_rank
+        )
+        capacity = torch.tensor(traffic.largest_load)
+        with counting_bytes() as count:
+            if ranks.expert_group is not None:
+                exchange = AllToAllDispatcher(ranks.expert_group).dispatch(x, routing.gates, ~routing.shared_blocks)
+                arrived = exchange.arrivals()
+                exchange.combine(arrived.x * arrived.gates.sum(1, keepdim=True)).sum().backward()
+                dist.all_reduce(capacity, op=dist.ReduceOp.MAX, group=ranks.expert_group)
+        totals = ranks.all_sum(torch.tensor([
+            tokens, routing.expert_count.sum(), minimum_volume(traffic).total, count.bytes,
+            tutel_volume(traffic, int(capacity)).total, alltoall_volume(traffic).total,
+        ], dtype=torch.float64))  # fmt: skip
+        load = ranks.all_sum((routing.gates != 0).sum(0))
+        names = ("experts_per_token", "minimum", "alltoall", "tutel", "formula")
+        result = dict(zip(names, (totals[1:] / totals[0]).tolist(), strict=True))
+        return {**result, "group_size": size, "load_imbalance": float(load.max() / load.mean())}
+
+
+def volume_table(
+    experts: Sequence[int] = (6, 16, 64), ranks: Sequence[int] = (2, 4), tokens: int = 2048, model_dim: int = 384,
+    num_blocks: int = 8,
+) -> list[VolumeRow]:  # fmt: skip
+    """Compare the volumes for uniform and skewed routing, float32, `tokens` tokens per rank; starts its own ranks."""
+    from unifmoe_dist.studies.local_ranks import run_local_ranks
+
+    rows = []
+    for world in ranks:
+        for routing in ("uniform", "skewed"):
+            for k in experts:
+                values = run_local_ranks(
+                    world, measure_volume, k, routing == "skewed", tokens, model_dim, num_blocks
+                )[0]
+                del values["formula"]
+                rows.append(VolumeRow(routing=routing, experts=k, ranks=world, **values))
+    return rows
+
+
+def format_volume_table(rows: Sequence[VolumeRow]) -> str:
+    """Markdown table of volumes in KB (1,000 bytes) per token and layer, forward and backward."""
+    lines = [
+        "| ranks | expert-parallel size | routing | K | mean k | busiest expert / mean | minimum (KB/token) "
+        "| alltoall (KB/token) | alltoall / minimum | Tutel, padded (KB/token) | Tutel / alltoall |",
+        "|" + " ---: |" * 2 + " --- |" + " ---: |" * 8,
+    ]
+    for r in rows:
+        lines.append(
+            f"| {r.ranks} | {r.group_size:.0f} | {r.routing} | {r.experts} | {r.experts_per_token:.2f} "
+            f"| {r.load_imbalance:.2f} | {r.minimum / 1e3:.3f} | {r.alltoall / 1e3:.3f} "
+            f"| {r.alltoall / r.minimum:.4f} | {r.tutel / 1e3:.3f} | {r.tutel / r.alltoall:.2f} |"
+        )
+    return "\n".join(lines)

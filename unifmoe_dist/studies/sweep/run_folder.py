@@ -1,0 +1,119 @@
+"""What the folder of a sweep's run says: whose run it is, how far it got, and who is at work in it.
+
+    run.json    task, held_out, method, seed and lr: written when the run is planned, so that a report knows what lacks
+    sweep.lock  held (flock) by the process that trains, with its id; the lock goes with the process, however it dies
+    log.txt     all that the run printed, attempt after attempt
+
+The rest is the run's own: config.yaml, checkpoints/, summary.json, ...
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.studies.sweep.plan import Run
+from unifmoe_dist.train.checkpoint import write_text
+from unifmoe_dist.train.old_runs import unwritten
+from unifmoe_dist.train.option_values import by_dotted_name
+
+# Options that do not change what a run finds.
+_WITHOUT_EFFECT = {
+    "output", "resume", "progress", "log_every", "keep_checkpoints", "baseline", "data.root", "data.workers",
+}  # fmt: skip
+
+
+class State(Enum):
+    """How far a run got."""
+
+    NEW = "to do"
+    PARTIAL = "half done"
+    FINISHED = "finished"
+
+
+def state_of(run: Run) -> State:
+    """How far a run got, with its options checked.
+
+    Raises:
+        UserError: the folder holds a run with other options, or something unreadable.
+    """
+    path = run.folder / "config.yaml"
+    if not path.is_file():
+        return State.NEW
+    try:
+        saved = by_dotted_name(yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader))
+    except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
+        raise UserError(f"{path} is not the configuration of a run; delete {run.folder} or move it away.") from error
+    saved = {**unwritten(saved), **saved}
+    planned, default = by_dotted_name(_plain(run.config)), by_dotted_name(_plain(TrainConfig()))
+    for name, value in planned.items():
+        if name not in _WITHOUT_EFFECT and saved.get(name, default[name]) != value:
+            raise UserError(
+                f"{run.folder} holds a run with {name} {saved.get(name, default[name])}, not {value}; "
+                "choose another --output, or delete that folder."
+            )
+    if read_summary(run.folder) is not None:
+        return State.FINISHED
+    return State.PARTIAL if (run.folder / "checkpoints" / "latest").is_file() else State.NEW
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """A run's summary.json; None if there is none, or what is there is no summary: then the run has to finish again."""
+    try:
+        summary = json.loads((folder / "summary.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return summary if isinstance(summary, dict) and "wall_seconds" in summary else None
+
+
+def prepare(run: Run) -> None:
+    """Make the folder and say whose it is.
+
+    Raises:
+        UserError: the folder cannot be made.
+    """
+    identity = json.dumps({name: getattr(run, name) for name in ("task", "held_out", "method", "seed", "lr")})
+    path = run.folder / "run.json"
+    try:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        if not path.is_file() or path.read_bytes() != identity.encode():
+            write_text(path, identity)
+    except OSError as error:
+        raise UserError(f"--output: {run.folder} cannot be used ({error}); choose another folder.") from error
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[bool]:
+    """Whether this process now is the only one to train in the folder; held while the context lasts."""
+    with (folder / "sweep.lock").open("a+") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        handle.truncate(0)
+        handle.write(str(os.getpid()))
+        handle.flush()
+        yield True
+
+
+def last_words(folder: Path) -> str:
+    """The last line that a run printed, or nothing."""
+    path = folder / "log.txt"
+    lines = path.read_text(errors="replace").split("\n") if path.is_file() else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _plain(config: TrainConfig) -> dict[str, Any]:
+    return json.loads(json.dumps(asdict(config)))  # tuples become lists, as in YAML

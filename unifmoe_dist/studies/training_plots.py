@@ -1,0 +1,36 @@
+"""Plots of one run from its metrics.jsonl: learning curves, compute over time, expert and block usage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from unifmoe_dist.studies.figures.style import save
+from unifmoe_dist.studies.figures.training import compute_figure, curves_figure, of_kind, usage_figure
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """All records of a run; a last line that a crash cut short is left out."""
+    records = []
+    with (folder / "metrics.jsonl").open() as handle:
+        for line in handle:
+            try:
+                records.append(json.loads(line))
+            except ValueError:
+                break
+    return records
+
+
+def plot_run(folder: Path) -> list[Path]:
+    """Write curves.png into folder/plots; with MoE layers usage.png and, where computation varies, compute.png too."""
+    records = read_metrics(folder)
+    plots = folder / "plots"
+    plots.mkdir(exist_ok=True)
+    written = [save(curves_figure({"": records}), plots / "curves.png")]
+    if (compute := compute_figure({"": records})) is not None:
+        written.append(save(compute, plots / "compute.png"))
+    validation = of_kind(records, "validation")
+    if validation and validation[-1]["layers"]:
+        written.append(save(usage_figure(validation[-1]), plots / "usage.png"))
+    return written

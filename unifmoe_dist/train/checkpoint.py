@@ -1,0 +1,439 @@
+"""Checkpoints that know no world size: whole tensors by name, experts by global index, in safetensors.
+
+    checkpoints/
+      latest  best              names of folders, replaced atomically
+      step-000100/
+        manifest.json           every file with size and sha256; written last
+        dense.safetensors       weights every rank has                    (rank 0)
+        dense-optimizer.safetensors   "<name>/fp32", "<name>/exp_avg", ...
+        experts-000-003.safetensors   weights of residual experts 0..2    (the ranks that own them)
+        experts-000-003-optimizer.safetensors
+        algorithm-dense.safetensors ...   the same files for what only the training algorithm needs, if anything;
+                                names start with "algorithm."
+        progress.json           step, schedule, loss scale, metrics so far
+        random-00000.safetensors      generator states of rank 0 ...
+
+A folder is written under a temporary name, flushed to the disk and renamed once every rank is done, so a name that
+exists is whole, whatever is killed and even if the power fails. Older checkpoints go only when `latest` is in place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.experts import BIASES, bias_like
+from unifmoe_dist.runtime.ranks import Ranks
+from unifmoe_dist.train import optimizer_state
+from unifmoe_dist.train.rank_sums import keep_on_first_rank, sum_over_ranks
+from unifmoe_dist.upcycling import moe_layers
+
+FORMAT = 1
+EXTRA = "algorithm"
+"""Marks files, and tensors, of modules that only training needs."""
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file in one step: a reader sees the old text or the new, never a part, even after a power failure."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")  # whatever the locale: reports hold Greek letters
+    flush(temporary)
+    os.replace(temporary, path)
+    flush(path.parent)
+
+
+def flush(path: Path) -> None:
+    """Have a file's contents, or a folder's names, on the disk before going on."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+Places = dict[str, tuple[str, int, int]]
+
+
+def expert_names(model: nn.Module) -> Places:
+    """Names of residual-expert parameters -> (checkpoint prefix, first global expert held here, experts held here)."""
+    found = {}
+    for layer_name, layer in moe_layers(model).items():
+        for name, _ in layer.experts.named_parameters():
+            prefix = f"{layer_name}.experts" if layer_name else "experts"
+            found[f"{prefix}.{name}"] = (prefix, layer.first_expert, layer.experts.keys.shape[0])
+    return found
+
+
+def _expert_key(name: str, prefix: str, expert: int) -> str:
+    """blocks.2.mlp.experts.keys, expert 3 -> blocks.2.mlp.experts.3.keys"""
+    return f"{prefix}.{expert}{name[len(prefix) :]}"
+
+
+def split_by_expert(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Replace every tensor of stacked local experts by one tensor per expert, under its global index."""
+    experts = expert_names(model)
+    result = {}
+    for name, tensor in tensors.items():
+        if name not in experts:
+            result[name] = tensor
+            continue
+        prefix, first, count = experts[name]
+        if tensor.ndim == 1:  # a bias
+            tensor = tensor.view(count, -1)
+        result.update({_expert_key(name, prefix, first + i): tensor[i] for i in range(count)})
+    return result
+
+
+def save(
+    folder: Path, model: nn.Module, engine: Any, ranks: Ranks, progress: dict[str, Any], schedule: Any,
+    extra: nn.Module | None = None,
+) -> Path:  # fmt: skip
+    """Write one checkpoint; collective. Returns its folder, which exists only once it is whole.
+
+    `extra` holds modules that are trained besides the model.
+
+    Raises:
+        UserError: the disk is full or cannot be written; the checkpoints that exist stay as they are.
+    """
+    final = folder / f"step-{progress['step']:06d}"
+    temporary = folder / f".writing-{final.name}"
+    with _explained(final):
+        if ranks.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+    ranks.barrier()
+
+    mine = {f"random-{ranks.rank:05d}": _random_state(), **_files(model, engine, ranks)}
+    if extra is not None and any(True for _ in extra.parameters()):
+        for stem, tensors in _files(extra, engine, ranks).items():
+            mine[f"{EXTRA}-{stem}"] = {f"{EXTRA}.{name}": tensor for name, tensor in tensors.items()}
+    with _explained(final):
+        entries = {}
+        for stem, tensors in mine.items():
+            path = temporary / f"{stem}.safetensors"
+            save_tensors(tensors, path)
+            flush(path)
+            entries[path.name] = _entry(path)
+    written = ranks.gather(entries)  # also a barrier: everything is on the disk
+    if ranks.rank == 0:
+        with _explained(final):
+            details = _layout_free_state(engine, schedule)
+            record = {**progress, "format": FORMAT, "world_size": ranks.world_size, **details}
+            write_text(temporary / "progress.json", json.dumps(record, indent=1))
+            files = {name: entry for part in written for name, entry in part.items()}
+            files["progress.json"] = _entry(temporary / "progress.json")
+            write_text(temporary / "manifest.json", json.dumps(dict(sorted(files.items())), indent=1))
+            if final.exists():  # left by a run that was killed before `latest` named it
+                shutil.rmtree(final)
+            flush(temporary)
+            os.replace(temporary, final)
+            flush(folder)
+            write_text(folder / "latest", final.name)
+    ranks.barrier()
+    return final
+
+
+def _files(model: nn.Module, engine: Any, ranks: Ranks) -> dict[str, dict[str, Tensor]]:
+    """The contents of the files that this rank writes for a model, by stem; collective."""
+    experts = set(expert_names(model)) if ranks.expert_group is not None else set()
+    states = optimizer_state.collect(engine, model)
+    weights = {name: t.detach().cpu() for name, t in model.state_dict().items()}
+    sum_over_ranks(model, weights, ranks)
+    files: dict[str, dict[str, Tensor]] = {}
+    if ranks.rank == 0:
+        files.update(_pair("dense", model, weights, states, lambda name: name not in experts))
+    if experts and ranks.expert_replica == 0:
+        _, first, count = expert_names(model)[next(iter(experts))]
+        stem = f"experts-{first:03d}-{first + count:03d}"
+        files.update(_pair(stem, model, weights, states, experts.__contains__))
+    return files
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file that whoever may read other new files may read; the library's own are private."""
+    save_file(tensors, path, metadata)
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+
+
+@contextmanager
+def _explained(final: Path) -> Iterator[None]:
+    """Say which checkpoint could not be written, and that the others are intact."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        pointer = final.parent / "latest"
+        kept = f"; {pointer.read_text().strip()} is intact, continue from it with --resume" if pointer.is_file() else ""
+        raise UserError(
+            f"checkpoint {final} could not be written ({error}): free space or choose another --output{kept}."
+        ) from error
+
+
+def _layout_free_state(engine: Any, schedule: Any) -> dict[str, Any]:
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    return {
+        "optimizer_scalars": optimizer_state.collect_scalars(engine),
+        "lr": schedule.get_last_lr()[0],
+        "schedule": {k: v for k, v in schedule.state_dict().items() if isinstance(v, (int, float))},
+        "loss_scaler": {k: v for k, v in vars(scaler).items() if isinstance(v, (int, float))} if scaler else {},
+    }
+
+
+def _pair(
+    stem: str, model: nn.Module, weights: dict[str, Tensor], states: dict[str, dict[str, Tensor]],
+    belongs: Callable[[str], bool],
+) -> dict[str, dict[str, Tensor]]:  # fmt: skip
+    """The contents of a weight file and of its optimiser file, by stem."""
+    chosen = split_by_expert(model, {n: t for n, t in weights.items() if belongs(n)})
+    by_kind: dict[str, dict[str, Tensor]] = {}
+    for name, state in states.items():
+        if belongs(name):
+            for kind, tensor in state.items():
+                by_kind.setdefault(kind, {})[name] = tensor
+    flat = {
+        f"{name}/{kind}": tensor.contiguous()
+        for kind, tensors in by_kind.items()
+        for name, tensor in split_by_expert(model, tensors).items()
+    }
+    return {stem: {n: t.contiguous() for n, t in _untied(chosen).items()}, f"{stem}-optimizer": flat}
+
+
+def _untied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """safetensors refuses tensors that share memory (tied embeddings): give each its own."""
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def latest(run: Path, name: str = "latest") -> Path:
+    """The folder of the last (or "best", or "step-N") complete checkpoint of a run, with its manifest checked.
+
+    Raises:
+        UserError: there is none, or a file is missing, cut short or altered.
+    """
+    checkpoints = run / "checkpoints"
+    pointers = [pointer for pointer in ("best", "latest") if (checkpoints / pointer).is_file()]
+    if name == "latest" and name not in pointers and (unnamed := complete(checkpoints)):
+        name = unnamed[-1].name  # the run was killed before it could name its first
+    target = (checkpoints / name).read_text().strip() if name in pointers else name
+    number = target.removeprefix("step-")
+    folder = checkpoints / (f"step-{int(number):06d}" if number.isdecimal() else target)
+    if name in pointers and not number.isdecimal():  # it could lead anywhere
+        raise UserError(f"{checkpoints / name} holds {target!r}, which names no checkpoint; write step-N into it.")
+    if name not in pointers and not (number.isdecimal() and folder.is_dir()):
+        kept = [path.name for path in complete(checkpoints)]
+        anew = "delete it and start the run anew" if (run / "config.yaml").is_file() else "start the run"
+        advice = f"it holds: {', '.join(pointers + kept)}" if kept else f"{anew} without --resume"
+        raise UserError(f"{run} holds no checkpoint {name}; {advice}.")
+    verify(folder)
+    return folder
+
+
+def complete(checkpoints: Path) -> list[Path]:
+    """Folders of the checkpoints that were finished, oldest first. Their files are not read."""
+    found = [p for p in checkpoints.glob("step-*") if (p / "manifest.json").is_file()]
+    return sorted(found, key=lambda path: _order(path.name))
+
+
+def verify(folder: Path) -> None:
+    """Compare every file of a checkpoint with its manifest.
+
+    Raises:
+        UserError: naming the first file that does not agree, and the newest other checkpoint.
+    """
+    others = [path.name for path in complete(folder.parent) if path != folder]
+    instead = f"write {others[-1]} into {folder.parent / 'latest'} to continue from there" if others else "start anew"
+    damaged = f"it is damaged; delete that folder and {instead}."
+    try:
+        files = json.loads((folder / "manifest.json").read_text())
+        json.loads((folder / "progress.json").read_text())
+        entries = [(Path(name).name, entry["bytes"], entry["sha256"]) for name, entry in files.items()]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(
+            f"checkpoint {folder} has no readable manifest or progress file; {damaged}"
+        ) from error
+    for name, size, digest in entries:
+        path = folder / name
+        if not path.is_file():
+            raise UserError(f"checkpoint {folder} lacks {name}; {damaged}")
+        if path.stat().st_size != size or _sha256(path) != digest:
+            raise UserError(f"checkpoint file {path} is not what was written; {damaged}")
+
+
+def load_progress(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "progress.json").read_text())
+
+
+class _Tensors:
+    """All tensors of a checkpoint by name, read lazily from files that stay open."""
+
+    def __init__(self, folder: Path, optimizer: bool) -> None:
+        self.files: dict[str, Any] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            if path.name.startswith("random-") or path.stem.endswith("-optimizer") != optimizer:
+                continue
+            try:
+                handle = safe_open(path, "pt")
+            except SafetensorError as error:
+                raise UserError(f"checkpoint file {path} cannot be read ({error}); it is damaged.") from error
+            self.files.update(dict.fromkeys(handle.keys(), handle))
+
+    def read(self, name: str) -> Tensor:
+        if name not in self.files:
+            raise UserError(
+                f"the checkpoint holds no tensor {name}; it belongs to another model configuration."
+            )
+        return self.files[name].get_tensor(name)
+
+    def read_for(self, places: Places, name: str, start: str = "", end: str = "") -> Tensor:
+        """A parameter as this rank holds it: local experts stacked, at their `places` in the model.
+
+        The checkpoint's name is the model's between `start` and `end`.
+        """
+        if name not in places:
+            return self.read(start + name + end)
+        prefix, first, count = places[name]
+        return torch.stack(
+            [self.read(start + _expert_key(name, prefix, e) + end) for e in range(first, first + count)]
+        )
+
+
+def _shaped(tensor: Tensor, name: str, own: Tensor) -> Tensor:
+    """A bias of experts as the model holds it; files have one row an expert, older ones of the shared expert too."""
+    return bias_like(tensor, own) if name.rsplit(".", 1)[-1] in BIASES else tensor
+
+
+def load_weights(folder: Path, model: nn.Module, start: str = "") -> None:
+    """Copy the weights into a model built the same way, at this rank's share of the experts.
+
+    `start` begins the names that the checkpoint gives to the model's tensors.
+
+    Raises:
+        UserError: a file is damaged; a tensor is missing or has another shape.
+    """
+    tensors, places = _Tensors(folder, optimizer=False), expert_names(model)
+    own = model.state_dict()
+    state = {name: _shaped(tensors.read_for(places, name, start), name, own[name]) for name in own}
+    resized = {f"{name}.{each}".lstrip(".") for name, layer in moe_layers(model).items() for each in layer.resized}
+    for name, tensor in state.items():
+        if tensor.shape != own[name].shape and name not in resized:
+            raise UserError(
+                f"checkpoint tensor {name} has shape {tuple(tensor.shape)}, the model needs {tuple(own[name].shape)}; "
+                "the model options differ from those of the saved run."
+            )
+    model.load_state_dict(state)
+
+
+def load(
+    folder: Path, model: nn.Module, engine: Any, ranks: Ranks, schedule: Any, extra: nn.Module | None = None
+) -> dict[str, Any]:
+    """Restore weights, optimiser, schedule, loss scale and this rank's generators. Returns the saved progress."""
+    parts = {"": model} if extra is None else {"": model, f"{EXTRA}.": extra}
+    for start, part in parts.items():
+        load_weights(folder, part, start)
+        keep_on_first_rank(part, ranks)
+    progress = load_progress(folder)
+    tensors = _Tensors(folder, optimizer=True)
+    kinds = sorted({key.rsplit("/", 1)[1] for key in tensors.files})
+    states = {}
+    for start, part in parts.items():
+        places = expert_names(part)
+        for name, parameter in part.named_parameters():
+            if parameter.requires_grad:
+                state = {
+                    kind: _shaped(tensors.read_for(places, name, start, f"/{kind}"), name, parameter) for kind in kinds
+                }
+                states[parameter] = state
+    optimizer_state.restore(engine, states, progress["optimizer_scalars"])
+    # One rate for all groups: their number differs between layouts, as sharded experts form groups of their own.
+    rate, groups = progress["lr"], engine.optimizer.param_groups
+    known = schedule.state_dict()  # a name that it does not have would become an attribute of the schedule
+    saved = {key: value for key, value in progress["schedule"].items() if key in known}
+    schedule.load_state_dict({**known, **saved, "_last_lr": [rate for _ in groups]})
+    for group in groups:
+        group["lr"] = rate
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    if scaler is not None:  # without ZeRO there is none, whatever wrote the checkpoint
+        for key, value in progress["loss_scaler"].items():
+            if key in vars(scaler):
+                setattr(scaler, key, value)
+    own_random = folder / f"random-{ranks.rank:05d}.safetensors"
+    if own_random.is_file() and progress["world_size"] == ranks.world_size:
+        try:
+            _restore_random_state(load_file(own_random))
+        except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise UserError(
+                f"{own_random} holds no state of random generators ({error}); the checkpoint is damaged: start anew, "
+                f"or write another one's name into {folder.parent / 'latest'}."
+            ) from error
+    return progress
+
+
+def _random_state() -> dict[str, Tensor]:
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    del version, name
+    state = {
+        "python": torch.tensor(words, dtype=torch.int64),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+        "numpy_rest": torch.tensor([position, has_gauss, cached], dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _restore_random_state(state: dict[str, Tensor]) -> None:
+    gauss = state["python_gauss"].tolist()
+    position, has_gauss, cached = state["numpy_rest"].tolist()
+    keys = state["numpy"].numpy().astype(np.uint32)
+    if not 0 <= position <= len(keys):
+        raise ValueError(f"position {position:g} of {len(keys)}")  # NumPy would read there, outside its memory
+    random.setstate((3, tuple(state["python"].tolist()), gauss[0] if gauss else None))
+    np.random.set_state(("MT19937", keys, int(position), int(has_gauss), cached))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _order(name: str) -> tuple[int, str]:
+    """Sorts names as their numbers do, past step 999,999 as well."""
+    return len(name), name
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Delete what is not needed to go on.
+
+    Kept are `latest`, `best` and the `keep` - 1 newest before `latest`. Others go: older ones, leftovers of
+    interrupted writes, and checkpoints after `latest`, which a run that was killed or rewound will write again.
+    """
+    pointers = {p.name: p.read_text().strip() for p in (folder / "latest", folder / "best") if p.is_file()}
+    names = [path.name for path in complete(folder) if _order(path.name) <= _order(pointers["latest"])]
+    kept = {*pointers.values(), *names[-keep:]}
+    for path in folder.iterdir():
+        if path.is_dir() and path.name not in kept and path.name.startswith(("step-", ".writing-")):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()

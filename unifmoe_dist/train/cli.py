@@ -1,0 +1,197 @@
+"""Command lines: typed options from the configuration classes, and errors as one sentence."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
+
+from unifmoe_dist import resources
+from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.leaving import leave_if_joined
+from unifmoe_dist.runtime import failure, heartbeat, interrupts, terminal
+from unifmoe_dist.train.old_runs import unwritten_words
+from unifmoe_dist.train.option_errors import one_sentence
+from unifmoe_dist.train.option_files import check_file
+from unifmoe_dist.train.run import resumes
+
+
+def train_parser(prog: str | None = None) -> ArgumentParser:
+    """Parser of every TrainConfig field, a YAML file through --config, and --print-config."""
+    # Otherwise a value such as `model: some.module.Class` would be imported, which runs that module.
+    set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=[TrainConfig.__module__])
+    parser = ArgumentParser(
+        prog=prog,
+        usage="%(prog)s [--config FILE] [--OPTION VALUE ...]",
+        description="Train UniF-MoE (or its dense twin) on DeepSpeed. Without options: the main job, handwritten "
+        "digits with one rotation held out.",
+        epilog="A switch may stand alone or be turned off: --baseline, --no-baseline, --baseline false.\n"
+        "launch/train.py --estimate [--num-gpus-per-node N] [--num-nodes N] [--gpu-memory-gb 24] trains nothing "
+        "and shows the memory that a run needs; needs no GPU and no data.",
+        exit_on_error=False,
+        allow_abbrev=False,  # a typing mistake must not pass for another option
+        print_config="--print-config",
+    )
+    parser.add_argument("--config", action="config", help="YAML file of options; later options override it.")
+    parser.add_class_arguments(TrainConfig)
+    return parser
+
+
+def parse_train_config(arguments: Sequence[str], prog: str | None = None) -> TrainConfig:
+    """Turn command-line words into a configuration.
+
+    A run that is resumed keeps the options it was started with; words on the command line change them.
+
+    Raises:
+        UserError: an unknown key, a wrong type or a missing file.
+    """
+    parser, words = train_parser(prog), _tidy(arguments)
+    for path in _files(words):
+        _read_alone(parser, path)
+    try:
+        parsed = parser.parse_args(words)
+        run = Path(parsed.output or "")
+        saved = run / "config.yaml"
+        if resumes(parsed.resume, run) and saved.is_file():
+            _read_alone(parser, saved)
+            parsed = parser.parse_args(["--config", str(saved), *unwritten_words(saved), *words])
+    except (ArgumentError, ImportError, UnicodeDecodeError) as error:  # a value names a module; a file is no text
+        raise UserError(one_sentence(str(error), _names(parser))) from error
+    return as_config(parser, parsed)
+
+
+def _read_alone(parser: ArgumentParser, path: Path) -> Namespace:
+    """The options of a file and the defaults of others; mistakes are said with the file's name."""
+    lines = check_file(path, _names(parser))
+    try:
+        return parser.parse_args(["--config", str(path)])
+    except (ArgumentError, ImportError) as error:
+        raise UserError(one_sentence(str(error), _names(parser), path, lines)) from error
+
+
+def _names(parser: ArgumentParser) -> list[str]:
+    return list(parser.get_defaults().keys())
+
+
+def _files(words: Sequence[str]) -> list[Path]:
+    """Files that --config names, those that exist."""
+    named = [word.removeprefix("--config=") for word in words if word.startswith("--config=")]
+    named += [word for before, word in zip(words, words[1:], strict=False) if before == "--config"]
+    return [Path(name) for name in named if Path(name).is_file()]
+
+
+def load_train_config(path: str) -> TrainConfig:
+    """Read the resolved configuration that a run wrote.
+
+    Raises:
+        UserError: the file is missing or is not a valid configuration.
+    """
+    parser = train_parser()
+    if not Path(path).is_file():
+        raise UserError(f"there is no {path}; give the folder that a training run wrote.")
+    parsed = _read_alone(parser, Path(path))
+    if missing := unwritten_words(Path(path)):
+        parsed = parser.parse_args(["--config", path, *missing])
+    return as_config(parser, parsed)
+
+
+def as_config(parser: ArgumentParser, parsed: Namespace) -> TrainConfig:
+    """The parsed options as a configuration.
+
+    Raises:
+        UserError: a group of options, such as model, is a single value.
+    """
+    for field in fields(TrainConfig):
+        value = parsed[field.name]
+        if is_dataclass(field.default_factory) and not isinstance(value, Namespace):
+            raise UserError(f"{field.name} is {value!r}, but must hold options, such as those of --help.")
+    values = parser.instantiate_classes(parsed).as_dict()
+    return TrainConfig(**{k: v for k, v in values.items() if k in TrainConfig.__dataclass_fields__})
+
+
+def dump_train_config(config: TrainConfig) -> str:
+    """The configuration as YAML, every field written out."""
+    parser = train_parser()
+    from dataclasses import asdict
+
+    return parser.dump(parser.parse_object(asdict(config)), skip_none=False)
+
+
+def _tidy(arguments: Sequence[str]) -> list[str]:
+    """Drop the --local_rank that launchers add, let switches stand alone, and find configurations that are shipped."""
+    words = [word for word in arguments if not word.startswith(("--local_rank", "--local-rank"))]
+    switches = set(_switches(TrainConfig))
+    alone = [i + 1 == len(words) or words[i + 1].startswith("-") for i in range(len(words))]
+    for i, word in enumerate(words):
+        if word.removeprefix("--") in switches and alone[i]:
+            words[i] = f"{word}=true"
+        elif word.startswith("--no-") and word.removeprefix("--no-") in switches:
+            words[i] = f"--{word.removeprefix('--no-')}=false"
+    for i, word in enumerate(words):
+        if word.startswith("--config="):
+            words[i] = "--config=" + resources.config(word.removeprefix("--config="))
+        elif i and words[i - 1] == "--config":
+            words[i] = resources.config(word)
+    return words
+
+
+def _switches(group: type, prefix: str = "") -> Iterator[str]:
+    """Names of the options that are true or false."""
+    types = get_type_hints(group)
+    for field in fields(group):
+        if is_dataclass(field.default_factory):
+            yield from _switches(types[field.name], f"{field.name}.")
+        elif types[field.name] is bool or bool in get_args(types[field.name]):
+            yield prefix + field.name
+
+
+def run_main(main: Callable[[Sequence[str]], None]) -> None:
+    """Run a command. A UserError prints one sentence, once per node, and exits with status 2 without a traceback.
+
+    Any other error prints its traceback and exits with status 1 at once, and takes the other ranks down instead of
+    letting them wait for this one. Where nobody reads on, as after `| head`, a command ends without a word.
+    """
+    interrupts.imported()
+    terminal.prepare()
+    try:
+        try:
+            with heartbeat.beating():
+                main(sys.argv[1:])
+        except SystemExit as error:
+            if failure.in_job():
+                failure.leave_for(error)
+            _flush()
+            if error.code is None or isinstance(error.code, int):
+                leave_if_joined(error.code or 0)
+            raise
+        _flush()
+        leave_if_joined()
+    except SystemExit:
+        raise
+    except BaseException as error:
+        if not isinstance(error, BrokenPipeError) or not _reader_left():
+            failure.leave_for(error)
+        if failure.in_job():
+            failure.leave_for(UserError("nobody reads this job's output any more; write it to a file."))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be written at the end
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # closed from the start
+        sys.stdout.flush()
+
+
+def _reader_left() -> bool:
+    """Whether standard output is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))

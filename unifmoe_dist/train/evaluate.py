@@ -1,0 +1,91 @@
+"""Scores of a model on data sets, over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from unifmoe_dist.data.metrics import ACCURACY, Metric
+from unifmoe_dist.data.task import TaskData, logits_of
+from unifmoe_dist.runtime.ranks import Ranks
+from unifmoe_dist.train.batches import evaluation_batches
+from unifmoe_dist.upcycling import moe_layers
+from unifmoe_dist.usage import UsageSummary
+
+
+@dataclass(frozen=True)
+class Score:
+    """Scores of one pass over data sets.
+
+    Attributes:
+        metric: Name of the task's metric.
+        value: Mean of the metric over the data sets.
+        per_dataset: The metric on each data set.
+        accuracy: Mean over the data sets of the fraction right, whatever the metric.
+        usage: Routing statistics by layer.
+    """
+
+    metric: str
+    value: float
+    accuracy: float
+    per_dataset: list[float]
+    usage: dict[str, UsageSummary]
+
+
+def to_device(inputs: dict[str, Tensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Move model inputs; floating-point ones take the model's dtype."""
+    return {k: v.to(device, dtype if v.is_floating_point() else None) for k, v in inputs.items()}
+
+
+def collect_usage(model: nn.Module, ranks: Ranks) -> dict[str, UsageSummary]:
+    """Routing statistics of every UniF-MoE layer since the last reset, summed over ranks; resets them."""
+    result = {}
+    for name, layer in moe_layers(model).items():
+        config = layer.config
+        totals = layer.usage.totals
+        if totals is None:
+            totals = torch.zeros(6 + config.num_experts + config.num_blocks)
+        result[name] = UsageSummary.from_totals(ranks.all_sum(totals), config.num_experts)
+        layer.usage.reset()
+    return result
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, task: TaskData, datasets: Sequence[Dataset], batch_size: int, ranks: Ranks, workers: int = 0
+) -> Score:
+    """The task's metric on each data set, in evaluation mode; collective. Leaves the training mode as it was.
+
+    Predictions of all ranks are brought together, each item's once, so that every rank computes the metric on the
+    whole data set and gets the same value. `workers` processes of this rank read ahead.
+    """
+    was_training = model.training
+    model.eval()
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    for layer in moe_layers(model).values():
+        layer.usage.reset()
+    own = []
+    for dataset in datasets:
+        parts = [np.zeros((2, 0), dtype=np.int64)]  # predictions over labels
+        for (inputs, labels), weight in evaluation_batches(
+            dataset, task, batch_size, ranks.rank, ranks.world_size, workers
+        ):
+            logits = logits_of(model(**to_device(inputs, ranks.device, dtype)))
+            pair = torch.stack([logits.argmax(-1).cpu(), labels])
+            parts.append(pair[:, weight > 0].numpy())
+        own.append(np.concatenate(parts, axis=1))
+    whole = [np.concatenate(shares, axis=1) for shares in zip(*ranks.gather(own), strict=True)]
+    values, accuracies = _on_each(task.metric, whole), _on_each(ACCURACY, whole)
+    usage = collect_usage(model, ranks)
+    model.train(was_training)
+    count = len(datasets)
+    return Score(task.metric.name, sum(values) / count, sum(accuracies) / count, values, usage)
+
+
+def _on_each(metric: Metric, pairs: Sequence[np.ndarray]) -> list[float]:
+    return [metric.compute(predictions, labels) if len(labels) else 0.0 for predictions, labels in pairs]

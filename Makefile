@@ -35,6 +35,7 @@ train: $(STAMP) ## the main job and its dense twin on all GPUs or 2 CPU ranks, w
 
 lint: $(STAMP) ## style (ruff), types (mypy) and Dockerfiles (hadolint)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cpu
 

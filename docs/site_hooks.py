@@ -10,9 +10,13 @@ from unifmoe_dist.train.option_list import Option, options
 
 MARKER = "<!-- options -->"
 TITLES = {
-    "": "The run", "model": "The model", "data": "The data", "algorithm": "Training algorithms",
-    "optim": "Optimisation", "parallel": "Ranks, precision and memory",
-}  # fmt: skip
+    "": "The run",
+    "model": "The model",
+    "data": "The data",
+    "algorithm": "Training algorithms",
+    "optim": "Optimisation",
+    "parallel": "Ranks, precision and memory",
+}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

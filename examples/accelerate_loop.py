@@ -1,7 +1,7 @@
 """A loop of your own on Accelerate.
 
-    accelerate launch examples/accelerate_loop.py                                             on any number of GPUs
-    ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 examples/accelerate_loop.py           on two CPU processes
+accelerate launch examples/accelerate_loop.py                                             on any number of GPUs
+ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 examples/accelerate_loop.py           on two CPU processes
 """
 
 import timm
@@ -21,8 +21,9 @@ images, half = images.float().view(-1, 1, 8, 8) / 8 - 0.6, len(images) // 2
 training = DataLoader(TensorDataset(images[:half], labels[:half]), batch_size=32, shuffle=True, drop_last=True)
 test = DataLoader(TensorDataset(images[half:], labels[half:]), batch_size=128)
 
-model = timm.create_model("deit_tiny_patch16_224", img_size=8, patch_size=2, in_chans=1, num_classes=10,
-                          depth=4, embed_dim=96)  # fmt: skip
+model = timm.create_model(
+    "deit_tiny_patch16_224", img_size=8, patch_size=2, in_chans=1, num_classes=10, depth=4, embed_dim=96
+)
 model = upcycle(model, layers=[1, 3], num_experts=4, num_blocks=8)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 model, optimizer, training, test = accelerator.prepare(model, optimizer, training, test)

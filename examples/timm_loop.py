@@ -35,7 +35,8 @@ def train(model, upcycled):
 
 
 torch.manual_seed(0)
-dense = timm.create_model("deit_tiny_patch16_224", img_size=8, patch_size=4, in_chans=1, num_classes=10,
-                          depth=4, embed_dim=96)  # fmt: skip
+dense = timm.create_model(
+    "deit_tiny_patch16_224", img_size=8, patch_size=4, in_chans=1, num_classes=10, depth=4, embed_dim=96
+)
 model = upcycle(copy.deepcopy(dense), layers=[1, 3], num_experts=4, num_blocks=8)  # every expert a copy of its FFN
 print(f"accuracy {train(model, True):.3f}, of the dense model {train(dense, False):.3f}")

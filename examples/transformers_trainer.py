@@ -1,8 +1,8 @@
 """A BERT in Hugging Face's Trainer with DeepSpeed.
 
-    python examples/transformers_trainer.py                                           one process
-    deepspeed --num_gpus 4 examples/transformers_trainer.py                           data parallel on GPUs, ZeRO 2
-    DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 examples/transformers_trainer.py    the same on CPU ranks
+python examples/transformers_trainer.py                                           one process
+deepspeed --num_gpus 4 examples/transformers_trainer.py                           data parallel on GPUs, ZeRO 2
+DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 examples/transformers_trainer.py    the same on CPU ranks
 """
 
 import inspect
@@ -56,10 +56,16 @@ deepspeed = {
     "gradient_clipping": "auto",
 }
 options = TrainingArguments(
-    "runs/transformers-trainer", max_steps=10, per_device_train_batch_size=16, learning_rate=5e-5,
-    deepspeed=deepspeed, logging_steps=5, save_strategy="no", report_to="none",
+    "runs/transformers-trainer",
+    max_steps=10,
+    per_device_train_batch_size=16,
+    learning_rate=5e-5,
+    deepspeed=deepspeed,
+    logging_steps=5,
+    save_strategy="no",
+    report_to="none",
     use_cpu=get_accelerator().device_name() == "cpu",  # without it, several CPU ranks would not find each other
-)  # fmt: skip
+)
 trainer = GramTrainer(model, options, train_dataset=rows, processing_class=tokenizer)
 loss = trainer.train().training_loss
 if trainer.is_world_process_zero():

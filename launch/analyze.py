@@ -47,9 +47,10 @@ def main(arguments: Sequence[str]) -> None:
     if not any(can_be_diagnosed(layer) for run in runs for layer in run.layers.values()):
         none = f"{labels[0]} has none" if len(labels) == 1 else f"neither {labels[0]} nor {labels[1]} has any"
         parser.refuse_others(
-            arguments, vars(options).keys() - {"router_steps", "delta"},
+            arguments,
+            vars(options).keys() - {"router_steps", "delta"},
             f"the three observations are of layers with a fixed number of experts per token, and {none}",
-        )  # fmt: skip
+        )
     wanted = StudyOptions(
         measure=options.cost,
         methods=options.cost or options.methods,
@@ -88,17 +89,26 @@ def _parser() -> OptionParser:
     size.add_argument("--tokens", type=int, help="test tokens to look at, at most (default: 20000)")
     size.add_argument("--batches", type=int, help="batches of data.eval_batch_size items to look at instead")
     parser.add_argument("--compare", type=Path, metavar="OTHER_RUN", help="another run, to show beside it")
-    parser.add_argument("--router-steps", type=int, default=400,
-                        help="training steps of the residual router and its control (default: 400)")  # fmt: skip
-    parser.add_argument("--delta", type=float, default=0.98,
-                        help="least cosine of a channel that two experts share (default: 0.98)")  # fmt: skip
-    parser.add_argument("--masks", type=Path, metavar="FOLDER",
-                        help="label images (one PNG per test image, a class number per pixel, named like the image or, "
-                        "for digits, by its number): usage by semantic element")  # fmt: skip
-    parser.add_argument("--methods", action="store_true",
-                        help="count N, N_A and FLOPs of every method of the paper's tables too")  # fmt: skip
-    parser.add_argument("--cost", action="store_true",
-                        help="--methods, and measure the seconds and memory of all")  # fmt: skip
+    parser.add_argument(
+        "--router-steps",
+        type=int,
+        default=400,
+        help="training steps of the residual router and its control (default: 400)",
+    )
+    parser.add_argument(
+        "--delta", type=float, default=0.98, help="least cosine of a channel that two experts share (default: 0.98)"
+    )
+    parser.add_argument(
+        "--masks",
+        type=Path,
+        metavar="FOLDER",
+        help="label images (one PNG per test image, a class number per pixel, named like the image or, "
+        "for digits, by its number): usage by semantic element",
+    )
+    parser.add_argument(
+        "--methods", action="store_true", help="count N, N_A and FLOPs of every method of the paper's tables too"
+    )
+    parser.add_argument("--cost", action="store_true", help="--methods, and measure the seconds and memory of all")
     return parser
 
 

@@ -29,13 +29,23 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         UserError: a number that must be above 0 is not.
     """
     parser = OptionParser("benchmark.py", description="Time one layer beside the dense FFN and its peers, interleaved.")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, metavar="NAME",
-                        help=f"the paper's layers, at its C_B or with routers as they start: {', '.join(SHAPES)} "
-                        "(default: all on a GPU, the vision ones on the CPU)")  # fmt: skip
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        choices=SHAPES,
+        metavar="NAME",
+        help=f"the paper's layers, at its C_B or with routers as they start: {', '.join(SHAPES)} "
+        "(default: all on a GPU, the vision ones on the CPU)",
+    )
     parser.add_argument("--sweep", action="store_true", help="time over the floor for a range of N, d and K")
-    parser.add_argument("--models", nargs="*", choices=MODELS, metavar="NAME",
-                        help=f"whole models, inference and training step: {', '.join(MODELS)} (default: both on a GPU, "
-                        "deit-s on the CPU, where bert-large needs 25 GB)")  # fmt: skip
+    parser.add_argument(
+        "--models",
+        nargs="*",
+        choices=MODELS,
+        metavar="NAME",
+        help=f"whole models, inference and training step: {', '.join(MODELS)} (default: both on a GPU, "
+        "deit-s on the CPU, where bert-large needs 25 GB)",
+    )
     parser.add_argument("--tokens", type=int, help="N of --shapes (default: the paper's on a GPU, fewer on the CPU)")
     parser.add_argument("--batch", type=int, help="of --models (default: 64 and 32 on a GPU, 4 and 1 on the CPU)")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: bf16 on a GPU, fp32 on the CPU")

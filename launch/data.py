@@ -34,16 +34,14 @@ def parser() -> OptionParser:
     for command in (prepare, verify):
         command.add_argument("dataset", choices=sorted(BENCHMARKS))
         command.add_argument(
-            "--root", type=Path, help="folder that holds the data set's folder (default: data/DATASET; training and "
+            "--root",
+            type=Path,
+            help="folder that holds the data set's folder (default: data/DATASET; training and "
             "`verify` look in data too)",
-        )  # fmt: skip
+        )
         command.add_argument("--quiet", action="store_true", help="show no progress")
-    prepare.add_argument(
-        "--archive", type=Path, nargs="+", help="the official archive, or all of them", default=[]
-    )
-    verify.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)"
-    )
+    prepare.add_argument("--archive", type=Path, nargs="+", help="the official archive, or all of them", default=[])
+    verify.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
     return result
 
 

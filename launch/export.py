@@ -19,8 +19,10 @@ def main(arguments: Sequence[str]) -> None:
     from unifmoe_dist.train.export import export
 
     written = export(options.run, options.output, options.checkpoint)
-    print(f"{written}: load it with from_pretrained (Transformers), timm.create_model (dense timm models) or "
-          "unifmoe_dist.train.export.load_exported")  # fmt: skip
+    print(
+        f"{written}: load it with from_pretrained (Transformers), timm.create_model (dense timm models) or "
+        "unifmoe_dist.train.export.load_exported"
+    )
 
 
 if __name__ == "__main__":

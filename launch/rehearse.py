@@ -21,7 +21,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = OptionParser(
         "rehearse.py",
         description="Train over two hosts made of Linux namespaces, and pull a cable, kill a host or slow the network. "
-        "Needs Linux, util-linux and iproute2; root, or unprivileged user namespaces."
+        "Needs Linux, util-linux and iproute2; root, or unprivileged user namespaces.",
     )
     parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help=f"{', '.join(SCENARIOS)} (default: all)")
     parser.add_argument("--output", type=Path, help="new folder for runs and logs (default: a temporary one)")

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Scaling study on this machine's ranks, and predictions for larger clusters.
 
-    python launch/scale.py --experts 2 4 8 16 32 64 --ranks 1 2 4 --output runs/scale    sweep, plot and fit
-    python launch/scale.py --predict runs/scale --nodes 4 --gpus-per-node 8              predict from a sweep
-    python launch/scale.py --volume                                  bytes: ours, the minimum and Tutel's
+python launch/scale.py --experts 2 4 8 16 32 64 --ranks 1 2 4 --output runs/scale    sweep, plot and fit
+python launch/scale.py --predict runs/scale --nodes 4 --gpus-per-node 8              predict from a sweep
+python launch/scale.py --volume                                  bytes: ours, the minimum and Tutel's
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.train.cli import run_main
 from unifmoe_dist.train.options import OptionParser
 
-PREDICTION = (
-    "predict", "nodes", "gpus_per_node", "node_gbps", "link_gbps", "node_latency_us", "link_latency_us",
-)  # fmt: skip
+PREDICTION = ("predict", "nodes", "gpus_per_node", "node_gbps", "link_gbps", "node_latency_us", "link_latency_us")
 """What --predict takes."""
 
 
@@ -86,9 +84,13 @@ def sweep(options: argparse.Namespace) -> None:
         options.width, options.depth, options.blocks, options.precision, options.warmup, options.steps, options.threads
     )
     layouts, left_out = scaling.grid(
-        options.experts, options.ranks or scaling.default_ranks(), options.expert_parallel_size, options.batch,
-        options.dispatcher, options.zero,
-    )  # fmt: skip
+        options.experts,
+        options.ranks or scaling.default_ranks(),
+        options.expert_parallel_size,
+        options.batch,
+        options.dispatcher,
+        options.zero,
+    )
     if left_out:
         print(f"{left_out} combinations left out: the expert-parallel size must divide both K and the ranks.")
     points = scaling.run_study(layouts, study, options.output)
@@ -106,9 +108,13 @@ def predict(options: argparse.Namespace) -> None:
     from unifmoe_dist.studies.scaling.plots import plot_predictions
 
     cluster = cost_model.Cluster(
-        options.nodes, options.gpus_per_node, options.node_gbps, options.link_gbps,
-        1e-6 * options.node_latency_us, 1e-6 * options.link_latency_us,
-    )  # fmt: skip
+        options.nodes,
+        options.gpus_per_node,
+        options.node_gbps,
+        options.link_gbps,
+        1e-6 * options.node_latency_us,
+        1e-6 * options.link_latency_us,
+    )
     study = scaling.read_study(options.predict)
     points = scaling.read_points(options.predict)
     model = fit(options.predict)

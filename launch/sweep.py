@@ -38,14 +38,31 @@ def parser() -> OptionParser:
     what = result.add_argument_group("what to run: a table, a part of one, or a grid of its own")
     what.add_argument("--table", choices=TABLES, help="the runs of a table or figure of the paper")
     what.add_argument("--config", type=_configuration, help="base configuration, in place of the data sets' own")
-    what.add_argument("--tasks", nargs="+", choices=BENCHMARKS, metavar="TASK", default=[],
-                      help=f"data sets: {', '.join(BENCHMARKS)} (the table's, or that of --config)")  # fmt: skip
-    what.add_argument("--methods", nargs="+", metavar="METHOD", default=[],
-                      help="dense, top1 ... top8, gmoe, ..., unif-lambda-0.1 (the table's)")  # fmt: skip
+    what.add_argument(
+        "--tasks",
+        nargs="+",
+        choices=BENCHMARKS,
+        metavar="TASK",
+        default=[],
+        help=f"data sets: {', '.join(BENCHMARKS)} (the table's, or that of --config)",
+    )
+    what.add_argument(
+        "--methods",
+        nargs="+",
+        metavar="METHOD",
+        default=[],
+        help="dense, top1 ... top8, gmoe, ..., unif-lambda-0.1 (the table's)",
+    )
     what.add_argument("--held-out", nargs="+", metavar="ENVIRONMENT", default=[], help="environments (all, in turn)")
     what.add_argument("--seeds", type=int, nargs="+", metavar="N", default=list(SEEDS), help="seeds (0 1 2)")
-    what.add_argument("--lr", type=float, nargs="+", metavar="RATE", default=[],
-                      help="learning rates, chosen by validation (GLUE: 2e-5 3e-5 5e-5; else config)")  # fmt: skip
+    what.add_argument(
+        "--lr",
+        type=float,
+        nargs="+",
+        metavar="RATE",
+        default=[],
+        help="learning rates, chosen by validation (GLUE: 2e-5 3e-5 5e-5; else config)",
+    )
     what.add_argument("--set", nargs="+", metavar="KEY=VALUE", default=[], help="options of every run")
     how = result.add_argument_group("how to run it")
     how.add_argument("--output", type=Path, default=Path("runs/sweeps"), help="folder of all runs (runs/sweeps)")
@@ -106,9 +123,14 @@ def selection(options: argparse.Namespace) -> Selection:
     if not tasks:
         raise UserError("name the data sets with --tasks, or give a --config.")
     return Selection(
-        tasks, options.methods or (table.methods if table else ()), options.held_out, options.seeds, options.lr,
-        options.set, options.config,
-    )  # fmt: skip
+        tasks,
+        options.methods or (table.methods if table else ()),
+        options.held_out,
+        options.seeds,
+        options.lr,
+        options.set,
+        options.config,
+    )
 
 
 def places(options: argparse.Namespace) -> list[dict[str, str]]:

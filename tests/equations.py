@@ -13,9 +13,14 @@ from torch import Tensor
 
 
 def decide(
-    x: Tensor, router: Tensor, up_shared: Tensor, num_blocks: int, shared_demand: float | None = None,
-    fixed_experts: int | None = None, block_choice: str = "prototype",
-) -> tuple[Tensor, list[int], list[int], Tensor]:  # fmt: skip
+    x: Tensor,
+    router: Tensor,
+    up_shared: Tensor,
+    num_blocks: int,
+    shared_demand: float | None = None,
+    fixed_experts: int | None = None,
+    block_choice: str = "prototype",
+) -> tuple[Tensor, list[int], list[int], Tensor]:
     """One token's alpha, shared blocks, active experts (best first) and affinities.
 
     The last three arguments are the paper's ablations: alpha fixed, k fixed, and the first b blocks.
@@ -44,9 +49,14 @@ def decide(
 
 
 def layer_output(
-    x: Tensor, router: Tensor, ffns: list[tuple[Tensor, Tensor | None, Tensor, Tensor | None]], num_blocks: int,
-    activation=F.gelu, dropped: frozenset[tuple[int, int]] = frozenset(), **ablations: Any,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    router: Tensor,
+    ffns: list[tuple[Tensor, Tensor | None, Tensor, Tensor | None]],
+    num_blocks: int,
+    activation=F.gelu,
+    dropped: frozenset[tuple[int, int]] = frozenset(),
+    **ablations: Any,
+) -> Tensor:
     """y for (N, d) tokens; ffns are (up (H,d), up_bias, down (d,H), down_bias), the shared expert first.
 
     `dropped` holds (token, expert) assignments that a capacity limit took away; `ablations` are those of `decide`.

@@ -37,8 +37,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _command(rank: int, world: int, port: int, log: str, words: Sequence[str], prepare: Callable | None, args: tuple,
-             script: str) -> None:  # fmt: skip
+def _command(
+    rank: int, world: int, port: int, log: str, words: Sequence[str], prepare: Callable | None, args: tuple, script: str
+) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -46,8 +47,14 @@ def _command(rank: int, world: int, port: int, log: str, words: Sequence[str], p
         if name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
             del os.environ[name]
     if world > 1:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
-                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # fmt: skip
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world),
+            LOCAL_WORLD_SIZE=str(world),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
     sys.path.insert(0, str(ROOT / "launch"))
     sys.argv = [script, *words]
     if prepare is not None:
@@ -58,8 +65,15 @@ def _command(rank: int, world: int, port: int, log: str, words: Sequence[str], p
 class RunningJob:
     """Ranks at work. `prepare(rank, *args)` runs in each first, to break something."""
 
-    def __init__(self, folder: Path, world: int, words: Sequence[str], prepare: Callable | None = None, *args: Any,
-                 script: str = "train") -> None:  # fmt: skip
+    def __init__(
+        self,
+        folder: Path,
+        world: int,
+        words: Sequence[str],
+        prepare: Callable | None = None,
+        *args: Any,
+        script: str = "train",
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.logs = [folder / f"rank-{rank}.log" for rank in range(world)]
         port, self.started = free_port(), time.monotonic()
@@ -86,6 +100,13 @@ class RunningJob:
         return Job(statuses, outputs, time.monotonic() - self.started)
 
 
-def run_job(folder: Path, world: int, words: Sequence[str], prepare: Callable | None = None, *args: Any,
-            timeout: float = 60, script: str = "train") -> Job:  # fmt: skip
+def run_job(
+    folder: Path,
+    world: int,
+    words: Sequence[str],
+    prepare: Callable | None = None,
+    *args: Any,
+    timeout: float = 60,
+    script: str = "train",
+) -> Job:
     return RunningJob(folder, world, words, prepare, *args, script=script).finish(timeout)

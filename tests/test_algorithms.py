@@ -265,11 +265,17 @@ def test_an_uneven_batch_is_refused():
 @pytest.mark.parametrize(
     "option,value",
     [
-        ("lfme.guidance_weight", "-1"), ("dmda.channel_ratio", "0"), ("dmda.channel_ratio", "1.5"),
-        ("dmda.temperature", "0"), ("dmda.scorer_weight", ".nan"), ("dmda.expert_dim", "1"),
-        ("dmda.warmup_steps", "-3"), ("pcmoe.expert_weight", ".inf"), ("pcmoe.consistency_weight", "-1"),
+        ("lfme.guidance_weight", "-1"),
+        ("dmda.channel_ratio", "0"),
+        ("dmda.channel_ratio", "1.5"),
+        ("dmda.temperature", "0"),
+        ("dmda.scorer_weight", ".nan"),
+        ("dmda.expert_dim", "1"),
+        ("dmda.warmup_steps", "-3"),
+        ("pcmoe.expert_weight", ".inf"),
+        ("pcmoe.consistency_weight", "-1"),
     ],
-)  # fmt: skip
+)
 def test_options_out_of_range(option, value):
     with pytest.raises(UserError, match=f"algorithm.{option}"):
         parse_train_config([f"--algorithm.{option}", value]).validate(1)
@@ -289,10 +295,27 @@ def test_options_on_the_command_line_and_in_a_file(tmp_path):
 def test_a_run_deploys_the_model_alone(name, tmp_path):
     run = tmp_path / "run"
     words = [
-        "--steps", "2", "--eval_every", "2", "--log_every", "1", "--progress", "false", "--baseline", "false",
-        "--data.batch_size", "4", "--model.moe", "none", "--optim.warmup_steps", "1", "--output", str(run),
-        "--algorithm.name", name,
-    ]  # fmt: skip
+        "--steps",
+        "2",
+        "--eval_every",
+        "2",
+        "--log_every",
+        "1",
+        "--progress",
+        "false",
+        "--baseline",
+        "false",
+        "--data.batch_size",
+        "4",
+        "--model.moe",
+        "none",
+        "--optim.warmup_steps",
+        "1",
+        "--output",
+        str(run),
+        "--algorithm.name",
+        name,
+    ]
     job = run_job(tmp_path, 1, words)
     assert job.statuses == [0], job.output
     summary = json.loads((run / "summary.json").read_text())
@@ -316,11 +339,18 @@ def test_a_run_deploys_the_model_alone(name, tmp_path):
 
 def small(folder: Path, name: str, moe: str = "none", resume: bool = False, **parallel) -> TrainConfig:
     config = TrainConfig(
-        output=str(folder), steps=8, eval_every=4, log_every=4, baseline=False, progress=False, resume=resume,
-        data=DataConfig(batch_size=4), model=ModelConfig(moe=moe, layers=[1], num_experts=2, num_blocks=4),
+        output=str(folder),
+        steps=8,
+        eval_every=4,
+        log_every=4,
+        baseline=False,
+        progress=False,
+        resume=resume,
+        data=DataConfig(batch_size=4),
+        model=ModelConfig(moe=moe, layers=[1], num_experts=2, num_blocks=4),
         optim=OptimConfig(name="adamw" if moe == "none" else "sgd", lr=2e-3, warmup_steps=2),
         algorithm=AlgorithmConfig(name, dmda=DMDAConfig(warmup_steps=5)),
-    )  # fmt: skip
+    )
     for option, value in parallel.items():
         setattr(config.parallel, option, value)
     return config

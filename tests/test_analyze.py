@@ -123,16 +123,22 @@ def test_unif_run_in_a_folder_with_a_hostile_name(runs, capsys):
     assert capsys.readouterr().out.strip() == str(folder / "report.html")
     assert not read.named("b") and f"UniF-MoE on digits: {HOSTILE}" in read.text
     (run,) = numbers["runs"]
-    (layer, usage), = run["usage"].items()
+    ((layer, usage),) = run["usage"].items()
     assert run["sample"] == {"items": 40, "tokens": {layer: 200}} and usage["tokens"] == 200
     (row,) = read.tables["usage"][1:]
     assert row[0] == layer
     assert [float(cell) for cell in row[1:]] == [
-        usage["block_compute"]["mean"], usage["block_compute"]["quantiles"]["0.05"],
-        usage["block_compute"]["quantiles"]["0.95"], usage["shared_demand"]["mean"],
-        usage["shared_block_count"]["mean"], usage["expert_count"]["mean"], min(usage["expert_load"]),
-        max(usage["expert_load"]), usage["mean_pair_coactivation"], usage["gram_distance"],
-    ]  # fmt: skip
+        usage["block_compute"]["mean"],
+        usage["block_compute"]["quantiles"]["0.05"],
+        usage["block_compute"]["quantiles"]["0.95"],
+        usage["shared_demand"]["mean"],
+        usage["shared_block_count"]["mean"],
+        usage["expert_count"]["mean"],
+        min(usage["expert_load"]),
+        max(usage["expert_load"]),
+        usage["mean_pair_coactivation"],
+        usage["gram_distance"],
+    ]
     with (folder / "tables/usage.csv").open() as handle:
         assert list(csv.reader(handle))[1] == row
     executed = run["executed"][layer]
@@ -145,13 +151,21 @@ def test_unif_run_in_a_folder_with_a_hostile_name(runs, capsys):
     (cost,) = read.tables["cost"][1:]
     assert [float(cell) for cell in cost[1:]] == [run["costs"][0][name] for name in ("N", "N_A", "FLOPs")]
     assert {path.stem for path in (folder / "figures").glob("*.png")} == {
-        "curves", "compute", "distributions", "loads", "coactivation", "router-gram", "patches-1", "element-usage-1",
-    }  # fmt: skip
+        "curves",
+        "compute",
+        "distributions",
+        "loads",
+        "coactivation",
+        "router-gram",
+        "patches-1",
+        "element-usage-1",
+    }
     elements = run["elements"]
     assert not elements["from_files"] and elements["names"] == {"0": "background", "1": "stroke"}
     assert sum(elements["layers"][layer]["patches"]) == 40 * 4 and "a pixel above 0.3 (of 1" in read.text
-    for row, name, mean in zip(read.tables["elements-1"][1:], ("background", "stroke"),
-                               elements["layers"][layer]["compute"], strict=True):  # fmt: skip
+    for row, name, mean in zip(
+        read.tables["elements-1"][1:], ("background", "stroke"), elements["layers"][layer]["compute"], strict=True
+    ):
         assert row[0] == name and float(row[2]) == mean
     assert ["optim.warmup_steps", "2", "60"] in read.tables["options"]
     assert "--tokens 200" in read.text and "'" in read.text  # quoted for a shell
@@ -160,21 +174,21 @@ def test_unif_run_in_a_folder_with_a_hostile_name(runs, capsys):
 def test_the_three_observations_on_a_top_2_run(runs):
     read, numbers, folder = make(runs / "top2", *FEW, "--batches", "1", "--delta", "0.95")
     (run,) = numbers["runs"]
-    (layer, found), = run["diagnoses"].items()
+    ((layer, found),) = run["diagnoses"].items()
     assert run["sample"]["items"] == 64 and found["tokens"] == 64 * 5
     first, second, third = (read.tables[f"observation-{n}"] for n in (1, 2, 3))
     assert found["settings"]["delta"] == 0.95 and "no channel of any pair" not in read.text
     ratios, frequencies = found["shared_ratio"], found["coactivation_frequency"]
-    assert [float(cell) for cell in first[1][5:]] == [
-        min(ratios), max(ratios), min(frequencies), max(frequencies)
-    ]  # fmt: skip
+    assert [float(cell) for cell in first[1][5:]] == [min(ratios), max(ratios), min(frequencies), max(frequencies)]
     assert [row[0] for row in second[1:]] == [f"{layer}, residual", f"{layer}, control"]
     for row, name in zip(second[1:], ("rank_transition", "rank_transition_control"), strict=True):
         transition = found[name]
         assert [float(cell) for cell in row[1:]] == [
-            transition["same_pair"], transition["chance_same_pair"], transition["diagonal"],
+            transition["same_pair"],
+            transition["chance_same_pair"],
+            transition["diagonal"],
             transition["chance_diagonal"],
-        ]  # fmt: skip
+        ]
     assert [row[0] for row in third[1:]] == [f"{layer}, ε = {e}" for e in ("0.05", "0.1", "0.2")]
     seen = [mean for mean in found["demand"][0]["mean_demand"] if mean is not None]
     assert float(third[1][1]) == pytest.approx(sum(seen) / len(seen))
@@ -280,8 +294,10 @@ def test_no_report_of_a_run_takes_the_place_of_another(runs, tmp_path, empty_fil
         analyze.main([str(run), "--tokens", "50", *more])
     pages = [Path(line).read_text() for line in capsys.readouterr().out.splitlines() if line.endswith("report.html")]
     assert [("Masks are those of the folder" in page, "Standard MoE, top-1" in page) for page in pages] == [
-        (True, False), (False, True), (False, False)
-    ]  # fmt: skip
+        (True, False),
+        (False, True),
+        (False, False),
+    ]
     assert (run / "analysis/report.html").read_text() == pages[-1]
 
 
@@ -290,10 +306,12 @@ def test_no_report_of_a_run_takes_the_place_of_another(runs, tmp_path, empty_fil
     [
         (["--router-steps", "3"], "and mine has none, so --router-steps would change nothing"),
         (["--delta", "0.98", "--tokens", "9"], "and mine has none, so --delta would change nothing"),
-        (["--delta", "0.9", "--router-steps", "400", "--compare", "theirs"],
-         "and neither mine nor theirs has any, so --router-steps and --delta would change nothing"),
+        (
+            ["--delta", "0.9", "--router-steps", "400", "--compare", "theirs"],
+            "and neither mine nor theirs has any, so --router-steps and --delta would change nothing",
+        ),
     ],
-)  # fmt: skip
+)
 def test_options_of_the_observations_are_refused_without_layers_for_them(more, sentence, runs, tmp_path, monkeypatch):
     for name in ("mine", "theirs"):
         shutil.copytree(runs / HOSTILE, tmp_path / name)
@@ -306,13 +324,18 @@ def test_options_of_the_observations_are_refused_without_layers_for_them(more, s
 @pytest.mark.parametrize(
     "words,name",
     [
-        ("", "analysis"), ("--tokens 9 --delta 0.9", "analysis"), ("--masks masks", "analysis-masks"),
-        ("--masks x/parts --cost", "analysis-masks-parts-cost"), ("--methods", "analysis-methods"),
-        ("--checkpoint step-000007", "analysis-step-000007"), ("--compare runs/other", "analysis-with-other"),
+        ("", "analysis"),
+        ("--tokens 9 --delta 0.9", "analysis"),
+        ("--masks masks", "analysis-masks"),
+        ("--masks x/parts --cost", "analysis-masks-parts-cost"),
+        ("--methods", "analysis-methods"),
+        ("--checkpoint step-000007", "analysis-step-000007"),
+        ("--compare runs/other", "analysis-with-other"),
         ("--compare runs/b/dense/seed0 --cost", "analysis-cost-with-b-dense-seed0"),
-        ("--compare runs/a/dense/seed0", "analysis-with-dense-seed0"), ("--compare runs/a/unif", "analysis-with-unif"),
+        ("--compare runs/a/dense/seed0", "analysis-with-dense-seed0"),
+        ("--compare runs/a/unif", "analysis-with-unif"),
     ],
-)  # fmt: skip
+)
 def test_a_kind_of_report_has_a_folder_of_its_own(words, name):
     run = "runs/mine" if "other" in words else "runs/a/unif/seed0"
     assert analyze.folder_name(analyze._parser().parse_args([run, *words.split()])) == name
@@ -325,8 +348,9 @@ def test_text_run(runs, empty_files):
     from unifmoe_dist.data.acceptability import encoder_path
 
     tokenizer = AutoTokenizer.from_pretrained(str(encoder_path()))
-    tiny = BertConfig(vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=4,
-                      num_attention_heads=2)  # fmt: skip
+    tiny = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2
+    )
     BertForSequenceClassification(tiny).save_pretrained(runs / "tiny")
     tokenizer.save_pretrained(runs / "tiny")
     words = ["--data.task", "acceptability", "--model.pretrained", str(runs / "tiny"), "--data.eval_batch_size", "512"]

@@ -111,5 +111,7 @@ def test_options_that_change_are_said_and_the_old_ones_kept(tmp_path, capsys):
     assert (tmp_path / "config-1.yaml").read_text() == text
     assert capsys.readouterr().err.splitlines() == [
         f"{tmp_path} goes on with other options; config-1.yaml keeps those it had:",
-        "  epochs: null -> 3", "  baseline: true -> false", "  optim.lr: 0.002 -> 0.01",
-    ]  # fmt: skip
+        "  epochs: null -> 3",
+        "  baseline: true -> false",
+        "  optim.lr: 0.002 -> 0.01",
+    ]

@@ -212,10 +212,12 @@ def test_emoe_gate_follows_the_keys():
 @pytest.mark.parametrize(
     "method,options,millions",
     [
-        ("emoe", LayerOptions(num_experts=24, top_k=4), 20.70), ("emoe_learn", LayerOptions(num_experts=24), 20.70),
-        ("gmoe", LayerOptions(num_experts=6), 32.12), ("dynmoe", LayerOptions(num_experts=6, max_experts=8), 36.45),
+        ("emoe", LayerOptions(num_experts=24, top_k=4), 20.70),
+        ("emoe_learn", LayerOptions(num_experts=24), 20.70),
+        ("gmoe", LayerOptions(num_experts=6), 32.12),
+        ("dynmoe", LayerOptions(num_experts=6, max_experts=8), 36.45),
     ],
-)  # fmt: skip
+)
 def test_parameters_of_deit_small_as_in_the_papers_cost_table(method, options, millions):
     import timm
 
@@ -279,8 +281,9 @@ def test_dynmoe_adds_and_removes_experts():
     changes = layer.train().after_step(applied(2))
     assert layer.active.tolist() == [True, True, True, False]  # expert 2 was not used, and its slot is taken again
     assert [(c.parameter is layer.router.weight, c.rows, c.forget) for c in changes] == [
-        (True, [2], True), (False, [2], True)
-    ]  # fmt: skip
+        (True, [2], True),
+        (False, [2], True),
+    ]
     want = -(torch.eye(12)[5] + torch.eye(12)[6]) / 2**0.5
     torch.testing.assert_close(layer.router.weight[2], want)
     layer(x)
@@ -372,8 +375,10 @@ def test_mass_splits_the_step_between_source_and_copy():
     assert layer.active.tolist() == [True, True, True, False] and layer.source.tolist() == [-1, -1, 0, -1]
     torch.testing.assert_close(layer.experts.keys[2], after[0])
     torch.testing.assert_close(layer.router.weight[2], stepped[0])
-    for own, old, new in ((layer.experts.keys[0], before[0], after[0]),
-                          (layer.router.weight[:1], router[:1], stepped[:1])):  # fmt: skip
+    for own, old, new in (
+        (layer.experts.keys[0], before[0], after[0]),
+        (layer.router.weight[:1], router[:1], stepped[:1]),
+    ):
         along = own.detach() - old
         torch.testing.assert_close((along * old).sum(-1), ((new - old) * old).sum(-1), rtol=1e-3, atol=1e-6)
         cosine = F.cosine_similarity(along, old, dim=-1).abs()
@@ -503,10 +508,16 @@ def test_each_method_learns_a_toy_task(method):
 def small_config(folder, method, steps=3, optimizer="adamw", **parallel):
     options = dict(num_experts=4, num_blocks=8, layers=[1, 3])
     return TrainConfig(
-        output=str(folder), steps=steps, eval_every=steps, log_every=1, baseline=False, progress=False,
-        model=ModelConfig(moe=method, **options), optim=OptimConfig(name=optimizer, lr=1e-3, warmup_steps=0),
+        output=str(folder),
+        steps=steps,
+        eval_every=steps,
+        log_every=1,
+        baseline=False,
+        progress=False,
+        model=ModelConfig(moe=method, **options),
+        optim=OptimConfig(name=optimizer, lr=1e-3, warmup_steps=0),
         parallel=ParallelConfig(**parallel),
-    )  # fmt: skip
+    )
 
 
 def run_all(rank, world, folder):
@@ -655,8 +666,14 @@ def test_auxiliary_losses_reach_the_gate_under_gradient_checkpointing(family):
         else:
             from transformers import BertConfig, BertForSequenceClassification
 
-            small = BertConfig(vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=4,
-                               num_attention_heads=2, hidden_dropout_prob=0.0)  # fmt: skip
+            small = BertConfig(
+                vocab_size=40,
+                hidden_size=16,
+                intermediate_size=32,
+                num_hidden_layers=4,
+                num_attention_heads=2,
+                hidden_dropout_prob=0.0,
+            )
             model, inputs = BertForSequenceClassification(small), {"input_ids": torch.arange(36).view(3, 12)}
         upcycle_baseline(model, "topk", [1, 3], LayerOptions(num_experts=4))
         if checkpointing:

@@ -95,10 +95,11 @@ def deepspeed_parts(layer):
 @pytest.mark.parametrize(
     "name,parts",
     [
-        pytest.param("Tutel", tutel_parts, marks=pytest.mark.tutel), ("Transformers Mixtral", mixtral_parts),
+        pytest.param("Tutel", tutel_parts, marks=pytest.mark.tutel),
+        ("Transformers Mixtral", mixtral_parts),
         ("DeepSpeed MoE", deepspeed_parts),
     ],
-)  # fmt: skip
+)
 def test_peers_compute_what_they_mean_and_drop_nothing(name, parts, top_k):
     torch.manual_seed(0)
     layer = PEERS[name](SMALL, top_k, CPU, torch.float32)
@@ -123,8 +124,9 @@ def test_peers_compute_what_they_mean_and_drop_nothing(name, parts, top_k):
     assert top_k * ffn <= counter.get_total_flops() <= ffn * SMALL.experts * busiest / SMALL.tokens + routing
 
 
-@pytest.mark.parametrize("library,name", [("megablocks", "MegaBlocks dMoE"), ("sonicmoe", "SonicMoE"),
-                                          ("scattermoe", "ScatterMoE")])  # fmt: skip
+@pytest.mark.parametrize(
+    "library,name", [("megablocks", "MegaBlocks dMoE"), ("sonicmoe", "SonicMoE"), ("scattermoe", "ScatterMoE")]
+)
 def test_a_peer_that_cannot_run_says_why(library, name):
     with pytest.raises(Exception) as caught:
         PEERS[name](SMALL, 2, CPU, torch.float32)
@@ -246,7 +248,7 @@ def tiny_vit():
         (tiny_bert, lambda n: (torch.randint(0, 50, (n, 12)),), (0, 2)),
         (tiny_vit, lambda n: (torch.randn(n, 3, 32, 32),), (1,)),
     ],
-)  # fmt: skip
+)
 def test_whole_models(build, inputs, layers, tmp_path):
     model = benchmark.Model("tiny", build, inputs, layers, 4, 4, 6.0, batch=3, cpu_batch=3)
     result = benchmark.run_model(model, CPU, torch.float32, 3, 0.0, lambda: None, 1e9)
@@ -296,11 +298,12 @@ def test_one_kind_of_benchmark_leaves_the_results_of_others(command, tmp_path, m
 def test_sweeps(tmp_path):
     results = {
         "N": [
-            benchmark.run_layer(replace(SMALL, tokens=n, block_compute=None), CPU, torch.float32, 0.0, lambda: None,
-                                1e9, brief=True)
+            benchmark.run_layer(
+                replace(SMALL, tokens=n, block_compute=None), CPU, torch.float32, 0.0, lambda: None, 1e9, brief=True
+            )
             for n in (8, 16)
         ]
-    }  # fmt: skip
+    }
     names = {t.contender for t in results["N"][0].timings}
     assert "DeepSpeed MoE top-2" in names and not any("top-1" in n or "reference" in n for n in names)
     text = benchmark.sweep_table("N", results["N"])
@@ -312,8 +315,20 @@ def test_sweeps(tmp_path):
 
 
 def test_command_line(tmp_path):
-    command = [sys.executable, str(ROOT / "launch/benchmark.py"), "--tokens", "32", "--seconds", "0.1",
-               "--shapes", "vision", "--threads", "1", "--output", str(tmp_path)]  # fmt: skip
+    command = [
+        sys.executable,
+        str(ROOT / "launch/benchmark.py"),
+        "--tokens",
+        "32",
+        "--seconds",
+        "0.1",
+        "--shapes",
+        "vision",
+        "--threads",
+        "1",
+        "--output",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200)
     assert done.returncode == 0, done.stderr
     (result,) = json.loads((tmp_path / "benchmark.json").read_text())["layers"]

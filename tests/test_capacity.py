@@ -47,9 +47,12 @@ def expected_drops(gates: torch.Tensor, capacity_factor: float) -> frozenset[tup
 
 @settings(max_examples=40, deadline=None)
 @given(
-    n=st.integers(0, 12), experts=st.integers(1, 5), factor=st.sampled_from([0.01, 0.3, 0.75, 1.0, 1.3]),
-    seed=st.integers(0, 10_000), spread=st.sampled_from([0.1, 1.0, 4.0]),
-)  # fmt: skip
+    n=st.integers(0, 12),
+    experts=st.integers(1, 5),
+    factor=st.sampled_from([0.01, 0.3, 0.75, 1.0, 1.3]),
+    seed=st.integers(0, 10_000),
+    spread=st.sampled_from([0.1, 1.0, 4.0]),
+)
 def test_outputs_and_gradients_match_the_equations(n, experts, factor, seed, spread):
     layer = limited_layer(factor, experts, seed, spread)
     x = torch.randn(n, 10, requires_grad=True)
@@ -148,8 +151,9 @@ def test_bad_factors(factor):
 
 
 def test_saved_models_keep_the_limit_and_old_notes_still_load(tmp_path):
-    config = transformers.BertConfig(vocab_size=9, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-                                     intermediate_size=32)  # fmt: skip
+    config = transformers.BertConfig(
+        vocab_size=9, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+    )
     model = upcycle(transformers.BertModel(config), [1], 3, 4, capacity_factor=0.9)
     model.save_pretrained(tmp_path)
     (layer,) = moe_layers(transformers.BertModel.from_pretrained(tmp_path)).values()
@@ -165,10 +169,16 @@ def test_saved_models_keep_the_limit_and_old_notes_still_load(tmp_path):
 
 def limited_run(rank, world, folder):
     config = TrainConfig(
-        output=folder, steps=4, eval_every=4, log_every=2, baseline=False, progress=False,
-        model=ModelConfig(layers=[3], num_experts=4, capacity_factor=0.7), data=DataConfig(batch_size=2),
+        output=folder,
+        steps=4,
+        eval_every=4,
+        log_every=2,
+        baseline=False,
+        progress=False,
+        model=ModelConfig(layers=[3], num_experts=4, capacity_factor=0.7),
+        data=DataConfig(batch_size=2),
         optim=OptimConfig(warmup_steps=1),
-    )  # fmt: skip
+    )
     config.validate(world)
     with running_ranks(1) as ranks:
         return Trainer(config, ranks, Path(folder)).fit()

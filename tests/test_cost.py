@@ -118,7 +118,7 @@ def test_executed_blocks_agree_with_the_librarys_count_of_the_plain_torch_path(m
     model, images = small_unif().eval(), torch.randn(6, 1, 8, 8)
     with torch.no_grad():
         model(images)
-    (name, layer), = moe_layers(model).items()
+    ((name, layer),) = moe_layers(model).items()
     cost = count_cost(model, {"x": images}, {name: summary(layer)})
     biases = 2 * 16 * (4 + 1) * 5
     assert cost.flops * 6 == pytest.approx(library_flops(model, {"x": images}) - 6 * biases)
@@ -194,6 +194,6 @@ def test_table_in_the_papers_units():
     assert "gmoe,FLOPs," in csv_table(columns, published) and published_cost("topk") == {}
     model = small_unif().eval()
     model(torch.zeros(1, 1, 8, 8))
-    (name, layer), = moe_layers(model).items()
+    ((name, layer),) = moe_layers(model).items()
     column = statistics_of(count_cost(model, {"x": torch.zeros(1, 1, 8, 8)}, {name: summary(layer)}))
     assert column["N"] == pytest.approx(sum(p.numel() for p in model.parameters()) / 2**20)

@@ -59,9 +59,7 @@ def test_the_same_seed_gives_the_same_split_and_another_seed_another() -> None:
 
 
 def test_held_out_by_index_equals_by_name() -> None:
-    assert (
-        sources(digits_task(3).test) == sources(digits_task("3").test) == sources(digits_task("rot45").test)
-    )
+    assert sources(digits_task(3).test) == sources(digits_task("3").test) == sources(digits_task("rot45").test)
 
 
 @pytest.mark.parametrize("bad", ["rot90", "", 6, -1, True])
@@ -162,9 +160,7 @@ def test_a_sentence_appears_once_in_one_form_in_one_split(language: TaskData) ->
     parts = [language.train[0], language.validation[0], language.test[0]]
     texts = [text for part in parts for text in part.texts]
     assert len(texts) == len(set(texts)) == len(real_sentences())
-    shown_real = {
-        text for part in parts for text, label in zip(part.texts, part.labels, strict=True) if label
-    }
+    shown_real = {text for part in parts for text, label in zip(part.texts, part.labels, strict=True) if label}
     shown_wrong = set(texts) - shown_real
     assert shown_real <= set(real_sentences())
     assert not shown_wrong & {corrupt(sentence) for sentence in shown_real}
@@ -177,9 +173,7 @@ def test_language_split_follows_the_seed(language: TaskData) -> None:
     assert acceptability_task(split_seed=0).train[0].texts == language.train[0].texts
     other = acceptability_task(split_seed=1)
     assert other.train[0].texts != language.train[0].texts
-    labels = {
-        t: y for task in (language,) for t, y in zip(task.train[0].texts, task.train[0].labels, strict=True)
-    }
+    labels = {t: y for task in (language,) for t, y in zip(task.train[0].texts, task.train[0].labels, strict=True)}
     assert all(labels.get(t, y) == y for t, y in zip(other.test[0].texts, other.test[0].labels, strict=True))
 
 

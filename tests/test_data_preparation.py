@@ -54,10 +54,12 @@ def pack(folder: Path, archive: Path, inside: str) -> Path:
 @pytest.mark.parametrize(
     "name,file,inside",
     [
-        ("pacs", "PACS.zip", "kfold"), ("vlcs", "VLCS.tar.gz", "VLCS"),
-        ("officehome", "office_home.zip", "OfficeHomeDataset_10072016"), ("terraincognita", "sorted.tar.gz", "a/b"),
+        ("pacs", "PACS.zip", "kfold"),
+        ("vlcs", "VLCS.tar.gz", "VLCS"),
+        ("officehome", "office_home.zip", "OfficeHomeDataset_10072016"),
+        ("terraincognita", "sorted.tar.gz", "a/b"),
     ],
-)  # fmt: skip
+)
 def test_an_official_archive_becomes_domainbeds_layout(name, file, inside, tmp_path):
     source = make_benchmark(tmp_path / "source", name, per_class=1, size=4)
     archive = pack(source, tmp_path / file, inside)
@@ -68,11 +70,7 @@ def test_an_official_archive_becomes_domainbeds_layout(name, file, inside, tmp_p
     assert {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.jpg")} == expected
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["archives"] == [
-        {
-            "file": file,
-            "bytes": archive.stat().st_size,
-            "sha256": hashlib.sha256(archive.read_bytes()).hexdigest(),
-        }
+        {"file": file, "bytes": archive.stat().st_size, "sha256": hashlib.sha256(archive.read_bytes()).hexdigest()}
     ]
     first = BENCHMARKS[name].environments[0].folder
     assert manifest["environments"][first]["images"] == BENCHMARKS[name].num_classes
@@ -126,9 +124,11 @@ def test_what_does_not_become_a_data_set_leaves_nothing(tmp_path):
     text = tmp_path / "page.zip"
     text.write_text("<html>quota exceeded</html>")
     cases = [
-        ([other], "hold none of PACS's folders art_painting"), ([text], "neither a zip nor a tar file"),
-        ([broken], "neither a zip nor a tar file|damaged"), ([tmp_path / "absent.zip"], "does not exist"),
-    ]  # fmt: skip
+        ([other], "hold none of PACS's folders art_painting"),
+        ([text], "neither a zip nor a tar file"),
+        ([broken], "neither a zip nor a tar file|damaged"),
+        ([tmp_path / "absent.zip"], "does not exist"),
+    ]
     for archives, message in cases:
         with pytest.raises(UserError, match=message):
             prepare(pacs, archives, root, progress=False)
@@ -323,9 +323,7 @@ def test_a_download_that_breaks_off_goes_on(server, tmp_path):
 
 def test_a_later_call_goes_on_and_notices_a_new_version(server, tmp_path):
     server.failures, server.limit = 5, 10_000
-    with pytest.raises(
-        UserError, match="broken off after 50,000 of 1,024,000 bytes.*same command goes on from there"
-    ):
+    with pytest.raises(UserError, match="broken off after 50,000 of 1,024,000 bytes.*same command goes on from there"):
         fetch(server, tmp_path / "file")
     assert (tmp_path / "file.part").stat().st_size == 50_000 and not (tmp_path / "file").exists()
     server.tag, server.content = '"2"', b"new" * 100_000
@@ -362,13 +360,9 @@ def test_archives_are_downloaded_and_duplicates_put_beside_them(server, tmp_path
     archives = fetch_archives(domainnet, tmp_path / "archives", progress=False)
     listed = b"sketch/class_000/000.jpg\n"
     server.content = listed
-    duplicates = replace(
-        domainnet.duplicates, url=f"{server.url}/list", sha256=hashlib.sha256(listed).hexdigest()
-    )
+    duplicates = replace(domainnet.duplicates, url=f"{server.url}/list", sha256=hashlib.sha256(listed).hexdigest())
     fetch_duplicates(duplicates, tmp_path / "archives", progress=False)
-    with pytest.raises(
-        UserError, match="sketch/class_000 holds no images"
-    ):  # the only one of its class is listed
+    with pytest.raises(UserError, match="sketch/class_000 holds no images"):  # the only one of its class is listed
         prepare(domainnet, archives, tmp_path, progress=False)
     (tmp_path / "archives" / duplicates.file).write_text("sketch/class_000/001.jpg\n")
     folder = prepare(domainnet, archives, tmp_path, progress=False)

@@ -27,11 +27,7 @@ from unifmoe_dist.studies.diagnostics.coactivation import coactivation_frequency
 from unifmoe_dist.studies.diagnostics.demand import functional_demand, prefix_errors
 from unifmoe_dist.studies.diagnostics.demand_statistics import HIGH, LOW, demand_statistics
 from unifmoe_dist.studies.diagnostics.pairs import as_matrix, expert_order, expert_pairs, top_pair
-from unifmoe_dist.studies.diagnostics.reconstruction import (
-    Reconstruction,
-    reconstruction_problems,
-    responses,
-)
+from unifmoe_dist.studies.diagnostics.reconstruction import Reconstruction, reconstruction_problems, responses
 from unifmoe_dist.studies.diagnostics.router_training import top2_gates, train_router
 from unifmoe_dist.studies.diagnostics.task_router import _ResidualOutput
 from unifmoe_dist.studies.diagnostics.transitions import rank_transition
@@ -84,9 +80,7 @@ def test_pairs_are_numbered_as_listed():
 
 def test_alignment_and_shared_ratio_by_hand():
     """K=2, H=4, d=2: cosines 1 (other length), 0, 4/5 (of (1,0) and (4,3)), and a zero row."""
-    values = torch.tensor(
-        [[[1.0, 0], [1, 0], [1, 0], [0, 0]], [[7.0, 0], [0, 2], [4, 3], [1, 1]]], dtype=torch.float64
-    )
+    values = torch.tensor([[[1.0, 0], [1, 0], [1, 0], [0, 0]], [[7.0, 0], [0, 2], [4, 3], [1, 1]]], dtype=torch.float64)
     assert torch.allclose(value_alignment(values), torch.tensor([[1, 0, 0.8, 0]], dtype=torch.float64))
     experts = FrozenExperts(torch.zeros(2, 4, 2), torch.zeros(2, 4), values, "gelu")
     assert shared_sets(experts).shared.tolist() == [[True, False, False, False]]
@@ -428,8 +422,12 @@ def test_planted_sharing_shows_in_all_three_observations(tmp_path):
 
     paths = write_diagnosis(found, tmp_path / "new")
     assert {p.name for p in paths} == {
-        "diagnosis.json", "alignment.csv", "pairs.csv", "rank_transition.csv", "demand_cdf.csv",
-    }  # fmt: skip
+        "diagnosis.json",
+        "alignment.csv",
+        "pairs.csv",
+        "rank_transition.csv",
+        "demand_cdf.csv",
+    }
     with (tmp_path / "new/alignment.csv").open() as handle:
         rows = list(csv.DictReader(handle))
     assert len(rows) == 24 and float(rows[0]["c_0_1"]) == pytest.approx(1)
@@ -479,7 +477,7 @@ def small_model():
 
 def test_capture_sees_every_token_where_it_was():
     model = small_model().train()
-    (name, layer), = moe_layers(model).items()
+    ((name, layer),) = moe_layers(model).items()
     seen = []
     hook = layer.register_forward_hook(lambda m, args, out: seen.append((args[0].detach(), out.detach())))
     images = torch.randn(5, 1, 8, 8)

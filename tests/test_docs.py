@@ -120,8 +120,19 @@ def test_the_tutorial(tmp_path, monkeypatch):
     (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
     exec(compile(code, "make_tutorial.py", "exec"), {})
     (line,) = re.findall(r"launch/train\.py (--data\.task.*)", page.replace("\\\n", " "))
-    words = [*line.split(), "--steps", "20", "--eval_every", "20", "--data.root", str(tmp_path / "data/questions"),
-             "--model.pretrained", str(tmp_path / "models/small-bert"), "--output", str(tmp_path / "run")]  # fmt: skip
+    words = [
+        *line.split(),
+        "--steps",
+        "20",
+        "--eval_every",
+        "20",
+        "--data.root",
+        str(tmp_path / "data/questions"),
+        "--model.pretrained",
+        str(tmp_path / "models/small-bert"),
+        "--output",
+        str(tmp_path / "run"),
+    ]
     job = run_job(tmp_path, 2, words, timeout=200)
     assert job.statuses == [0, 0], job.output
     assert "UniF-MoE on cola: test matthews correlation " in job.output and "s on 2 ranks" in job.output

@@ -131,11 +131,14 @@ SMI = "| NVIDIA-SMI 550.54.15    Driver Version: 550.54.15    CUDA Version: {} |
 @pytest.mark.parametrize(
     "newest,built,visible,status,words",
     [
-        ("12.4", "12.8", None, "ok", "CUDA up to 12.4"), ("12.4", "13.0", None, "problem", "torch is built for 13.0"),
-        ("12.4", None, None, "problem", "built for the CPU"), ("12.4", "12.4", "", "note", "VISIBLE_DEVICES is empty"),
-        ("12.4", "12.4", "unseen", "problem", "sees no GPU"), (None, "13.0", None, "note", "no NVIDIA GPU answers"),
+        ("12.4", "12.8", None, "ok", "CUDA up to 12.4"),
+        ("12.4", "13.0", None, "problem", "torch is built for 13.0"),
+        ("12.4", None, None, "problem", "built for the CPU"),
+        ("12.4", "12.4", "", "note", "VISIBLE_DEVICES is empty"),
+        ("12.4", "12.4", "unseen", "problem", "sees no GPU"),
+        (None, "13.0", None, "note", "no NVIDIA GPU answers"),
     ],
-)  # fmt: skip
+)
 def test_the_driver_and_torch_agree(newest, built, visible, status, words, monkeypatch, tmp_path):
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\n" + (f"echo '{SMI.format(newest)}'\n" if newest else "exit 9\n"))
@@ -154,9 +157,7 @@ def test_the_driver_and_torch_agree(newest, built, visible, status, words, monke
 # -- network ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "address,status", [("10.0.0.1", "ok"), ("127.0.1.1", "note"), (OSError("unknown"), "note")]
-)
+@pytest.mark.parametrize("address,status", [("10.0.0.1", "ok"), ("127.0.1.1", "note"), (OSError("unknown"), "note")])
 def test_where_the_host_name_leads(address, status, monkeypatch):
     def look_up(name):
         if isinstance(address, OSError):
@@ -235,8 +236,12 @@ def test_data_sets_that_are_whole_or_not(tmp_path):
     (root / "mine").mkdir()
     found = list(data_sets.layouts(root))
     assert [(finding.subject, finding.status) for finding in found] == [
-        ("PACS", "note"), ("VLCS", "problem"), ("TerraIncognita", "problem"), ("RTE", "ok"), ("RTE", "problem"),
-    ]  # fmt: skip
+        ("PACS", "note"),
+        ("VLCS", "problem"),
+        ("TerraIncognita", "problem"),
+        ("RTE", "ok"),
+        ("RTE", "problem"),
+    ]
     pacs, vlcs, terra, whole, broken = found
     assert "4 environments, 7 classes, 28 images, 9,991 published" in pacs.text
     assert "lacks dog" in vlcs.text and "--archive VLCS.tar.gz" in vlcs.advice

@@ -56,12 +56,22 @@ def files_of(dataset) -> set[Path]:
 @pytest.mark.parametrize(
     "name,held_out,index",
     [
-        ("pacs", "Art", 0), ("pacs", "art_painting", 0), ("pacs", "SKETCH", 3), ("pacs", "2", 2), ("pacs", 1, 1),
-        ("terraincognita", "L100", 0), ("terraincognita", "l38", 1), ("terraincognita", "location_46", 3),
-        ("officehome", "Real World", 3), ("officehome", "real_world", 3), ("officehome", "realworld", 3),
-        ("vlcs", "caltech101", 0), ("domainnet", "quickdraw", 3), ("domainnet", "0", 0),
+        ("pacs", "Art", 0),
+        ("pacs", "art_painting", 0),
+        ("pacs", "SKETCH", 3),
+        ("pacs", "2", 2),
+        ("pacs", 1, 1),
+        ("terraincognita", "L100", 0),
+        ("terraincognita", "l38", 1),
+        ("terraincognita", "location_46", 3),
+        ("officehome", "Real World", 3),
+        ("officehome", "real_world", 3),
+        ("officehome", "realworld", 3),
+        ("vlcs", "caltech101", 0),
+        ("domainnet", "quickdraw", 3),
+        ("domainnet", "0", 0),
     ],
-)  # fmt: skip
+)
 def test_environments_have_names_folders_and_indices(name, held_out, index):
     assert BENCHMARKS[name].environment_index(held_out) == index
 
@@ -77,9 +87,7 @@ def test_an_unknown_environment_lists_the_choices(bad):
 
 def test_published_counts_add_up():
     totals = {name: benchmark.images for name, benchmark in BENCHMARKS.items()}
-    assert totals == {
-        "pacs": 9991, "vlcs": 10729, "officehome": 15588, "terraincognita": 24788, "domainnet": 586575,
-    }  # fmt: skip
+    assert totals == {"pacs": 9991, "vlcs": 10729, "officehome": 15588, "terraincognita": 24788, "domainnet": 586575}
     for benchmark in BENCHMARKS.values():  # DomainBed's order is that of sorted folders; splits depend on it
         folders = [environment.folder for environment in benchmark.environments]
         assert folders == sorted(folders)
@@ -134,9 +142,7 @@ def test_listed_duplicates_are_left_out(tmp_path):
     listed = ["clipart/class_000/000.jpg", "sketch/class_344/001.png"]
     with pytest.warns(UserWarning, match="without domain_net_duplicates.txt .* duplicates stay in"):
         before = list_images(BENCHMARKS["domainnet"], dataset)
-    (dataset / "domain_net_duplicates.txt").write_text(
-        "\n".join([*listed, "real/class_000/absent.jpg"]) + "\n"
-    )
+    (dataset / "domain_net_duplicates.txt").write_text("\n".join([*listed, "real/class_000/absent.jpg"]) + "\n")
     with pytest.warns(UserWarning, match="results cannot be compared") as warned:
         after = list_images(BENCHMARKS["domainnet"], dataset)
     assert not any("duplicates stay in" in str(warning.message) for warning in warned)
@@ -176,7 +182,7 @@ BAD = {
     "no environments": (lambda d: [shutil.rmtree(f) for f in d.iterdir()], ["is not PACS's folder", "prepare pacs"]),
     "nothing": (shutil.rmtree, ["is not PACS's folder", "art_painting, cartoon, photo, sketch"]),
     "file for a folder": (lambda d: (shutil.rmtree(d / "photo"), (d / "photo").touch()), ["no folder photo"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", BAD)
@@ -213,14 +219,7 @@ def test_folders_that_cannot_be_read(pacs, monkeypatch):
 def test_an_environment_needs_images_for_both_splits(tmp_path):
     dataset = make_benchmark(tmp_path, "vlcs", per_class=1, size=4)
     task = domainbed_task("vlcs", 0, dataset)
-    assert [len(data) for data in (*task.train, *task.validation)] == [
-        4,
-        4,
-        4,
-        1,
-        1,
-        1,
-    ]  # five images: the least
+    assert [len(data) for data in (*task.train, *task.validation)] == [4, 4, 4, 1, 1, 1]  # five images: the least
     for environment in BENCHMARKS["vlcs"].environments:
         shutil.rmtree(dataset / environment.folder / "dog")
     four = replace(BENCHMARKS["vlcs"], classes=("bird", "car", "chair", "person"))
@@ -257,9 +256,7 @@ def test_evaluation_resizes_directly_and_normalises():
     pixels[:, 30:] = (255, 128, 0)  # left black, right orange: a centre crop would lose the sides
     out = EvaluationTransform(32)(Image.fromarray(pixels))
     assert out.shape == (3, 32, 32) and out.dtype == torch.float32
-    normalise = [
-        [(v / 255 - m) / s for v, m, s in zip(c, MEAN, STD, strict=True)] for c in ((0, 0, 0), (255, 128, 0))
-    ]
+    normalise = [[(v / 255 - m) / s for v, m, s in zip(c, MEAN, STD, strict=True)] for c in ((0, 0, 0), (255, 128, 0))]
     torch.testing.assert_close(out[:, 5, 5], torch.tensor(normalise[0]), atol=1e-5, rtol=0)
     torch.testing.assert_close(out[:, 5, 26], torch.tensor(normalise[1]), atol=1e-5, rtol=0)
 
@@ -342,8 +339,18 @@ def test_draws_with_replacement(pacs):
 @pytest.mark.parametrize("moe", ["unif", "gmoe", "none"])
 def test_its_adam_decays_everything(moe):
     """After some steps the weights are those of `torch.optim.Adam(model.parameters(), lr, weight_decay=...)`."""
-    words = ["--config", str(ROOT / "configs/domainbed/terraincognita.yaml"), "--data.held_out", "L38",
-             "--model.moe", moe, "--model.layers", "[1]", "--optim.weight_decay", "0.1"]  # fmt: skip
+    words = [
+        "--config",
+        str(ROOT / "configs/domainbed/terraincognita.yaml"),
+        "--data.held_out",
+        "L38",
+        "--model.moe",
+        moe,
+        "--model.layers",
+        "[1]",
+        "--optim.weight_decay",
+        "0.1",
+    ]
     config = parse_train_config(words)
     models, ranks = [], Ranks(0, 1, torch.device("cpu"))
     for _ in range(2):
@@ -410,11 +417,7 @@ def test_errors_in_workers_are_one_sentence_and_they_outlive_stop_signals(pacs):
     (((broken, lost), name, processes),) = run_ranks(1, fail_in_workers, str(pacs))
     assert processes == 1
     assert f"{name} cannot be read as an image" in broken and "\n" not in broken and "worker" not in broken
-    assert (
-        "a process that reads data ahead was lost" in lost
-        and "lower data.workers" in lost
-        and "\n" not in lost
-    )
+    assert "a process that reads data ahead was lost" in lost and "lower data.workers" in lost and "\n" not in lost
 
 
 # -- the backbone -------------------------------------------------------------------------------------------------
@@ -464,14 +467,10 @@ def test_a_distilled_backbone_has_two_classifiers(tmp_path):
 
 def test_dropout_is_on_outputs_and_depth_is_stochastic():
     model = build_backbone(TINY, 7, 32, "none", dropout=0.2, drop_path=0.1)
-    assert [(b.mlp.drop1.p, b.mlp.drop2.p, b.attn.proj_drop.p) for b in model.blocks] == [
-        (0.0, 0.2, 0.2)
-    ] * 12
+    assert [(b.mlp.drop1.p, b.mlp.drop2.p, b.attn.proj_drop.p) for b in model.blocks] == [(0.0, 0.2, 0.2)] * 12
     assert model.pos_drop.p == 0.2 and model.blocks[11].drop_path2.drop_prob == pytest.approx(0.1)
     image = torch.randn(1, 3, 32, 32)
-    assert not torch.equal(model.train()(image), model(image)) and torch.equal(
-        model.eval()(image), model(image)
-    )
+    assert not torch.equal(model.train()(image), model(image)) and torch.equal(model.eval()(image), model(image))
 
 
 def test_weights_that_cannot_be_had(published, tmp_path):
@@ -495,9 +494,12 @@ def test_weights_that_cannot_be_had(published, tmp_path):
 # -- configurations -----------------------------------------------------------------------------------------------
 
 PAPER = {
-    "pacs": (3e-5, 1e-6, 5001), "vlcs": (3e-5, 1e-6, 5001), "officehome": (1e-5, 1e-6, 5001),
-    "terraincognita": (5e-5, 1e-4, 5001), "domainnet": (5e-5, 0.0, 15001),
-}  # fmt: skip
+    "pacs": (3e-5, 1e-6, 5001),
+    "vlcs": (3e-5, 1e-6, 5001),
+    "officehome": (1e-5, 1e-6, 5001),
+    "terraincognita": (5e-5, 1e-4, 5001),
+    "domainnet": (5e-5, 0.0, 15001),
+}
 
 
 @pytest.mark.parametrize("name", PAPER)
@@ -509,12 +511,7 @@ def test_configurations_hold_the_papers_settings(name):
     model, data, optim = config.model, config.data, config.optim
     assert (data.task, data.held_out, data.batch_size, data.eval_batch_size) == (name, held_out, 32, 64)
     assert (optim.name, optim.lr, optim.weight_decay, config.steps) == ("adam", *PAPER[name])
-    assert (optim.schedule, optim.warmup_steps, optim.grad_clip, optim.lambda_div) == (
-        "constant",
-        0,
-        0.0,
-        0.01,
-    )
+    assert (optim.schedule, optim.warmup_steps, optim.grad_clip, optim.lambda_div) == ("constant", 0, 0.0, 0.01)
     assert (model.backbone, model.layers) == ("deit_small_patch16_224", [8, 10])
     assert (model.moe, model.num_experts, model.num_blocks) == ("unif", 6, 8)
     assert (model.hidden_dropout, model.dropout, model.drop_path) == (0.1, 0.0, 0.1)
@@ -524,8 +521,14 @@ def test_configurations_hold_the_papers_settings(name):
 
 @pytest.mark.parametrize(
     "name,value",
-    [("data.workers", "-1"), ("data.image_size", "0"), ("model.dropout", "1"), ("model.drop_path", "-0.1"),
-     ("model.hidden_dropout", "1"), ("model.hidden_dropout", "-0.1")],
+    [
+        ("data.workers", "-1"),
+        ("data.image_size", "0"),
+        ("model.dropout", "1"),
+        ("model.drop_path", "-0.1"),
+        ("model.hidden_dropout", "1"),
+        ("model.hidden_dropout", "-0.1"),
+    ],
 )
 def test_values_out_of_range_are_refused(name, value):
     with pytest.raises(UserError, match=name):
@@ -535,10 +538,29 @@ def test_values_out_of_range_are_refused(name, value):
 # -- a whole run --------------------------------------------------------------------------------------------------
 
 RUN = [
-    "--config", str(ROOT / "configs/domainbed/pacs.yaml"), "--data.held_out", "sketch", "--data.image_size", "32",
-    "--model.backbone", TINY, "--model.pretrained", "none", "--model.layers", "[9,11]", "--data.batch_size", "4",
-    "--optim.lr", "1e-3", "--log_every", "1", "--eval_every", "4", "--progress", "false",
-]  # fmt: skip
+    "--config",
+    str(ROOT / "configs/domainbed/pacs.yaml"),
+    "--data.held_out",
+    "sketch",
+    "--data.image_size",
+    "32",
+    "--model.backbone",
+    TINY,
+    "--model.pretrained",
+    "none",
+    "--model.layers",
+    "[9,11]",
+    "--data.batch_size",
+    "4",
+    "--optim.lr",
+    "1e-3",
+    "--log_every",
+    "1",
+    "--eval_every",
+    "4",
+    "--progress",
+    "false",
+]
 
 
 def metrics(run: Path) -> list[dict]:
@@ -549,17 +571,7 @@ def metrics(run: Path) -> list[dict]:
 def whole(pacs, tmp_path_factory) -> Path:
     """A run of 9 steps on one rank, without workers."""
     folder = tmp_path_factory.mktemp("whole")
-    words = [
-        *RUN,
-        "--data.root",
-        str(pacs),
-        "--data.workers",
-        "0",
-        "--output",
-        str(folder / "run"),
-        "--steps",
-        "9",
-    ]
+    words = [*RUN, "--data.root", str(pacs), "--data.workers", "0", "--output", str(folder / "run"), "--steps", "9"]
     job = run_job(folder, 1, words, timeout=120)
     assert job.statuses == [0], job.output
     assert "UniF-MoE on pacs (Sketch held out): test accuracy " in job.output  # its end is for people
@@ -605,10 +617,7 @@ def test_a_run_is_scored_with_data_elsewhere(whole, pacs, tmp_path):
 def test_a_run_with_workers_that_is_resumed_equals_the_whole_run(whole, pacs, tmp_path):
     """To the last bit, dropout and augmentation included; the second part reads without workers."""
     words = [*RUN, "--data.root", str(pacs), "--output", str(tmp_path / "run")]
-    for more in (
-        ["--steps", "4", "--data.workers", "2"],
-        ["--steps", "9", "--data.workers", "0", "--resume"],
-    ):
+    for more in (["--steps", "4", "--data.workers", "2"], ["--steps", "9", "--data.workers", "0", "--resume"]):
         job = run_job(tmp_path, 1, [*words, *more], timeout=200)
         assert job.statuses == [0], job.output
     assert metrics(tmp_path / "run") == metrics(whole)
@@ -629,9 +638,5 @@ def test_resuming_knows_an_environment_by_any_name(whole):
 def test_a_run_without_data_says_how_to_get_it(tmp_path):
     words = [*RUN, "--data.root", str(tmp_path / "none"), "--output", str(tmp_path / "run")]
     job = run_job(tmp_path, 1, words)
-    assert (
-        job.statuses == [2]
-        and "error: data.root" in job.output
-        and "launch/data.py prepare pacs" in job.output
-    )
+    assert job.statuses == [2] and "error: data.root" in job.output and "launch/data.py prepare pacs" in job.output
     assert "Traceback" not in job.output

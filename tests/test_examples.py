@@ -116,8 +116,10 @@ def headed(head: str) -> tuple[nn.Module, list[dict[str, Tensor]]]:
     elif head == "causal":
         model = transformers.BertLMHeadModel(build("bert", is_decoder=True).config)
         place = torch.arange(9)  # the first token is predicted by none, and Trainer may count it all the same
-        rows = [{"input_ids": row, "labels": torch.where((place > 0) & (place < 9 - i // 4 * 2), row, -100)}
-                for i, row in enumerate(ids)]  # fmt: skip
+        rows = [
+            {"input_ids": row, "labels": torch.where((place > 0) & (place < 9 - i // 4 * 2), row, -100)}
+            for i, row in enumerate(ids)
+        ]
     else:
         model, rows = build(head), [{"input_ids": row, "labels": label[i]} for i, row in enumerate(ids)]
     return upcycle(model, [0, 2], K, B, router_seed=1), rows
@@ -133,10 +135,17 @@ def step_gradients(folder: Path, head: str, accumulation: int, count: int) -> di
             found.update({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
 
     options = transformers.TrainingArguments(
-        str(folder), num_train_epochs=1, per_device_train_batch_size=16 // accumulation, max_grad_norm=0.0,
-        gradient_accumulation_steps=accumulation, save_strategy="no", report_to="none", use_cpu=True,
-        disable_tqdm=True, seed=0,
-    )  # fmt: skip
+        str(folder),
+        num_train_epochs=1,
+        per_device_train_batch_size=16 // accumulation,
+        max_grad_norm=0.0,
+        gradient_accumulation_steps=accumulation,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=0,
+    )
     trainer = gram_trainer()(model, options, train_dataset=rows[:count], callbacks=[Note()])
     trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows[:count])
     trainer.train()

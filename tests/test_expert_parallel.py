@@ -53,10 +53,15 @@ def sharded_step(rank, world, dispatcher, counts, case):
 @pytest.mark.parametrize(
     "world,counts,case",
     [
-        (2, [5, 9], "plain"), (2, [0, 6], "plain"), (2, [0, 0], "plain"), (2, [4, 4], "skewed"),
-        (4, [3, 0, 7, 1], "plain"), (1, [6], "plain"), (2, [3, 4], "nan"),
+        (2, [5, 9], "plain"),
+        (2, [0, 6], "plain"),
+        (2, [0, 0], "plain"),
+        (2, [4, 4], "skewed"),
+        (4, [3, 0, 7, 1], "plain"),
+        (1, [6], "plain"),
+        (2, [3, 4], "nan"),
     ],
-)  # fmt: skip
+)
 def test_sharded_equals_one_rank(world, counts, case, dispatcher):
     results = run_ranks(world, sharded_step, dispatcher, counts, case)
     full = prepare(case)

@@ -56,12 +56,22 @@ def language(tmp_path_factory) -> Path:
 
     folder = tmp_path_factory.mktemp("language")
     tokenizer = AutoTokenizer.from_pretrained(str(encoder_path()))
-    tiny = BertConfig(vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=4,
-                      num_attention_heads=2)  # fmt: skip
+    tiny = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2
+    )
     BertForSequenceClassification(tiny).save_pretrained(folder / "tiny")
     tokenizer.save_pretrained(folder / "tiny")
-    words = [*SHORT, "--data.task", "acceptability", "--model.pretrained", str(folder / "tiny"),
-             "--data.eval_batch_size", "512", "--parallel.expert_parallel_size", "2"]  # fmt: skip
+    words = [
+        *SHORT,
+        "--data.task",
+        "acceptability",
+        "--model.pretrained",
+        str(folder / "tiny"),
+        "--data.eval_batch_size",
+        "512",
+        "--parallel.expert_parallel_size",
+        "2",
+    ]
     job = run_job(folder, 2, [*words, "--output", str(folder / "run")])
     assert job.statuses == [0, 0], job.output
     return folder / "run"
@@ -161,8 +171,9 @@ def test_the_commands(sharded, tmp_path):
         assert run_job(tmp_path, 1, words, script=script).statuses == [0] and output.exists()
     again = run_job(tmp_path, 1, [str(sharded), "--output", str(path)], script="consolidate")
     assert again.statuses == [2] and "exists" in again.output
-    absent = run_job(tmp_path, 1, [str(sharded), "--output", str(tmp_path / "x"), "--checkpoint", "step-7"],
-                     script="consolidate")  # fmt: skip
+    absent = run_job(
+        tmp_path, 1, [str(sharded), "--output", str(tmp_path / "x"), "--checkpoint", "step-7"], script="consolidate"
+    )
     assert absent.statuses == [2] and "it holds: best, latest, step-000002" in absent.output
     done = subprocess.run([sys.executable, "-c", LOAD, str(path)], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "VisionTransformer False", done.stderr

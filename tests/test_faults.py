@@ -32,9 +32,25 @@ from unifmoe_dist.train.batches import TrainBatches
 from unifmoe_dist.train.trainer import Trainer
 
 SMALL = [
-    "--steps", "6", "--eval_every", "2", "--log_every", "1", "--progress", "false", "--baseline", "false",
-    "--model.layers", "[1,3]", "--model.num_experts", "4", "--data.batch_size", "4", "--optim.warmup_steps", "2",
-]  # fmt: skip
+    "--steps",
+    "6",
+    "--eval_every",
+    "2",
+    "--log_every",
+    "1",
+    "--progress",
+    "false",
+    "--baseline",
+    "false",
+    "--model.layers",
+    "[1,3]",
+    "--model.num_experts",
+    "4",
+    "--data.batch_size",
+    "4",
+    "--optim.warmup_steps",
+    "2",
+]
 SHARDED = [*SMALL, "--parallel.expert_parallel_size", "2"]
 
 
@@ -189,10 +205,7 @@ def test_under_a_launcher(launcher, how, tmp_path):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", *starts[launcher], str(script), *words(tmp_path)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, timeout=120)
-    expected = {
-        "raise": "ValueError: the true cause",
-        "early": "error: rank one alone knows better.",
-    }[how]
+    expected = {"raise": "ValueError: the true cause", "early": "error: rank one alone knows better."}[how]
     assert done.returncode != 0 and done.stdout.count(expected) == 1, done.stdout
     assert "gloo" not in done.stdout
     if how == "raise":
@@ -261,11 +274,12 @@ def train_spoiled(rank, world, folder, where, choice, zero_stage, leave_out=Fals
 @pytest.mark.parametrize(
     "where,zero_stage,named",
     [
-        ("input", 0, "rank 1: the input x"), ("weight", 1, "rank 1: the weight blocks.3.mlp.experts.keys"),
+        ("input", 0, "rank 1: the input x"),
+        ("weight", 1, "rank 1: the weight blocks.3.mlp.experts.keys"),
         ("forward", 1, "rank 1: blocks.2.mlp gave values"),
         ("backward", 2, "rank 1: the gradient through blocks.2.mlp"),
     ],
-)  # fmt: skip
+)
 def test_a_step_that_is_not_finite_is_named(where, zero_stage, named, tmp_path):
     choice = "skip" if where == "weight" else "stop"  # a broken weight cannot be skipped
     messages = run_ranks(2, train_spoiled, str(tmp_path), where, choice, zero_stage)
@@ -397,10 +411,14 @@ def kill_in_save(rank, failing, point):
 @pytest.mark.parametrize(
     "failing,point,step",
     [
-        (1, "first file", 2), (0, "last file", 2), (0, "rename", 2), (0, "latest", 2),
-        (0, "best of the first save", 2), (0, "prune", 4),
+        (1, "first file", 2),
+        (0, "last file", 2),
+        (0, "rename", 2),
+        (0, "latest", 2),
+        (0, "best of the first save", 2),
+        (0, "prune", 4),
     ],
-)  # fmt: skip
+)
 def test_a_kill_during_a_save(failing, point, step, whole, tmp_path):
     job = run_job(tmp_path, 2, words(tmp_path, "--steps", "4"), kill_in_save, failing, point)
     assert job.statuses[failing] == -9 and job.statuses[1 - failing] == 1

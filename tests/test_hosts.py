@@ -35,8 +35,17 @@ from unifmoe_dist.train import checkpoint
 from unifmoe_dist.train.batches import TrainBatches
 from unifmoe_dist.train.cli import parse_train_config
 
-WORDS = [*SMALL, "--steps", "8", "--resume", "auto", "--parallel.expert_parallel_size", "auto",
-         "--parallel.host_timeout_s", "5"]  # fmt: skip
+WORDS = [
+    *SMALL,
+    "--steps",
+    "8",
+    "--resume",
+    "auto",
+    "--parallel.expert_parallel_size",
+    "auto",
+    "--parallel.host_timeout_s",
+    "5",
+]
 
 
 def words(folder: Path, *more: str) -> list[str]:
@@ -75,7 +84,6 @@ def move(rank: int, first_processes: list[int], pause: str | None = None) -> Non
             assert ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0) == 0, os.strerror(ctypes.get_errno())
     subprocess.run(["mount", "-t", "proc", "proc", "/proc"], check=True)  # numbers processes as this one is numbered
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="node0", MASTER_PORT="29500")
-
 
     def wait() -> None:
         Path(pause, "there").touch()
@@ -192,8 +200,19 @@ def test_a_user_who_may_not_rehearse(monkeypatch):
 @pytest.mark.slow
 def test_torchrun_restarts_a_run_by_itself(whole, tmp_path):
     (tmp_path / "faulty.py").write_text(FAULTY.format(launch=str(ROOT / "launch")))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1",
-               "--master-port", str(free_port()), str(tmp_path / "faulty.py"), *words(tmp_path)]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+        "--master-port",
+        str(free_port()),
+        str(tmp_path / "faulty.py"),
+        *words(tmp_path),
+    ]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, timeout=120)
     assert done.returncode == 0 and done.stdout.count("rank 0 stops because rank 1 was lost") == 1, done.stdout
@@ -329,10 +348,15 @@ def test_the_command_of_the_compose_file_trains_over_two_hosts(two_hosts, tmp_pa
     log = (tmp_path / "log").open("w+")
     small = [*SMALL, "--steps", "2", "--output", str(tmp_path / "run")]
     processes = [
-        host.start([sys.executable, "-m", "torch.distributed.run", *command[1:], *small], log, PYTHONPATH=str(ROOT),
-                   DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+        host.start(
+            [sys.executable, "-m", "torch.distributed.run", *command[1:], *small],
+            log,
+            PYTHONPATH=str(ROOT),
+            DS_ACCELERATOR="cpu",
+            OMP_NUM_THREADS="1",
+        )
         for host, command in zip(two_hosts.hosts, commands, strict=True)
-    ]  # fmt: skip
+    ]
     statuses = [process.wait(120) for process in processes]
     assert statuses == [0, 0], Path(log.name).read_text()
     assert (tmp_path / "run/summary.json").is_file()

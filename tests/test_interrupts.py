@@ -23,10 +23,14 @@ def interrupted(tmp_path, slow: str, *words) -> tuple[int, str]:
     (tmp_path / slow / "__init__.py").write_text(SLOW)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     process = subprocess.Popen(
-        [sys.executable, *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, *words],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         # A shell's job in the background is made to ignore Ctrl-C, and so is all that it starts.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    )
     assert process.stdout.readline() == "importing\n"
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=30)[1]

@@ -41,8 +41,13 @@ def test_srun():
     """srun starts every process with its own variables; nothing else tells them of one another."""
     processes = []
     for rank in range(2):
-        names = dict(SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), SLURM_STEP_NUM_TASKS="2",
-                     SLURM_STEP_NODELIST="localhost", SLURM_JOB_ID=str(os.getpid()))  # fmt: skip
+        names = dict(
+            SLURM_PROCID=str(rank),
+            SLURM_LOCALID=str(rank),
+            SLURM_STEP_NUM_TASKS="2",
+            SLURM_STEP_NODELIST="localhost",
+            SLURM_JOB_ID=str(os.getpid()),
+        )
         command = [sys.executable, "-c", PROGRAM]
         environment = clean_environment(**names)
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
@@ -63,8 +68,15 @@ def test_mpirun(tmp_path):
 
 def test_torchrun(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-               str(tmp_path / "program.py")]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(tmp_path / "program.py"),
+    ]
     done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert joined(done.stdout) == EXPECTED
@@ -136,7 +148,7 @@ MEETING = dict(MASTER_ADDR="node0", MASTER_PORT="29500")
         (dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="x", **MEETING), "LOCAL_RANK must be a whole number"),
         (dict(RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="x", **MEETING), "LOCAL_WORLD_SIZE must be a whole number"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_belong_together_is_one_sentence(bare, names, sentence):
     bare.update(names)
     with pytest.raises(UserError, match=re.escape(sentence)):
@@ -169,12 +181,16 @@ def test_a_batch_script_is_not_a_step(bare):
 @pytest.mark.parametrize(
     "module,sentence",
     [
-        ("raise ModuleNotFoundError('No module named mpi4py')",
-         "mpi4py is not installed; `pip install 'unifmoe-dist[mpi]'`, or set MASTER_ADDR and MASTER_PORT"),
-        ("raise RuntimeError('cannot load MPI library\\nlibmpi.so: cannot open')",
-         "mpi4py finds no MPI library (cannot load MPI library); install one, or set MASTER_ADDR and MASTER_PORT"),
+        (
+            "raise ModuleNotFoundError('No module named mpi4py')",
+            "mpi4py is not installed; `pip install 'unifmoe-dist[mpi]'`, or set MASTER_ADDR and MASTER_PORT",
+        ),
+        (
+            "raise RuntimeError('cannot load MPI library\\nlibmpi.so: cannot open')",
+            "mpi4py finds no MPI library (cannot load MPI library); install one, or set MASTER_ADDR and MASTER_PORT",
+        ),
     ],
-)  # fmt: skip
+)
 def test_mpirun_without_mpi_is_one_sentence(bare, tmp_path, monkeypatch, module, sentence):
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py/__init__.py").write_text(module)
@@ -191,9 +207,13 @@ def test_mpirun_without_mpi_is_one_sentence(bare, tmp_path, monkeypatch, module,
 @pytest.mark.parametrize(
     "nodes,first",
     [
-        ("node7", "node7"), ("gpu[03-05,9],login", "gpu03"), ("a1,a2", "a1"), ("r[1-2]n[08-11]", "r1n08"),
-        ("gpu[001]-ib", "gpu001-ib"), ("localhost", "localhost"),
+        ("node7", "node7"),
+        ("gpu[03-05,9],login", "gpu03"),
+        ("a1,a2", "a1"),
+        ("r[1-2]n[08-11]", "r1n08"),
+        ("gpu[001]-ib", "gpu001-ib"),
+        ("localhost", "localhost"),
     ],
-)  # fmt: skip
+)
 def test_first_host_of_a_node_list(nodes, first):
     assert launchers.first_host(nodes) == first

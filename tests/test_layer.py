@@ -18,10 +18,16 @@ from unifmoe_dist.kernels import use_kernels
 from unifmoe_dist.routing import route
 from unifmoe_dist.routing_policies import FixedCount, FixedDemand, RouterPolicies, prefix_order
 
-ABLATIONS = st.sampled_from([
-    dict(), dict(shared_demand=0.4), dict(fixed_experts=2), dict(block_choice="prefix"),
-    dict(shared_demand=0.01, fixed_experts=1), dict(shared_demand=0.99, fixed_experts=3, block_choice="prefix"),
-])  # fmt: skip
+ABLATIONS = st.sampled_from(
+    [
+        dict(),
+        dict(shared_demand=0.4),
+        dict(fixed_experts=2),
+        dict(block_choice="prefix"),
+        dict(shared_demand=0.01, fixed_experts=1),
+        dict(shared_demand=0.99, fixed_experts=3, block_choice="prefix"),
+    ]
+)
 
 
 def make_layer(
@@ -86,10 +92,16 @@ def assert_matches(layer: UniFMoELayer, x: torch.Tensor, activation=F.gelu, tol=
 
 @settings(max_examples=40, deadline=None)
 @given(
-    n=st.integers(0, 9), d=st.integers(9, 20), block=st.integers(1, 4), blocks=st.integers(2, 9),
-    experts=st.integers(1, 8), bias=st.booleans(), seed=st.integers(0, 10_000), spread=st.sampled_from([0.1, 1.0, 4.0]),
+    n=st.integers(0, 9),
+    d=st.integers(9, 20),
+    block=st.integers(1, 4),
+    blocks=st.integers(2, 9),
+    experts=st.integers(1, 8),
+    bias=st.booleans(),
+    seed=st.integers(0, 10_000),
+    spread=st.sampled_from([0.1, 1.0, 4.0]),
     ablation=ABLATIONS,
-)  # fmt: skip
+)
 def test_matches_the_equations(n, d, block, blocks, experts, bias, seed, spread, ablation):
     experts = max(experts, ablation.get("fixed_experts", 1))
     layer = make_layer(d, block * blocks, experts, blocks, bias=bias, seed=seed, spread=spread, **ablation)
@@ -99,18 +111,28 @@ def test_matches_the_equations(n, d, block, blocks, experts, bias, seed, spread,
 @pytest.mark.parametrize(
     "name,function",
     [
-        ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh")), ("relu", F.relu), ("silu", F.silu),
-        ("quick_gelu", lambda x: x * torch.sigmoid(1.702 * x)), ("relu_squared", lambda x: F.relu(x) ** 2),
-        ("tanh", torch.tanh), ("identity", lambda x: x),
+        ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh")),
+        ("relu", F.relu),
+        ("silu", F.silu),
+        ("quick_gelu", lambda x: x * torch.sigmoid(1.702 * x)),
+        ("relu_squared", lambda x: F.relu(x) ** 2),
+        ("tanh", torch.tanh),
+        ("identity", lambda x: x),
     ],
-)  # fmt: skip
+)
 def test_activations(name, function):
     assert_matches(make_layer(activation=name), torch.randn(7, 16), function)
 
 
 @settings(max_examples=60, deadline=None)
-@given(n=st.integers(1, 12), experts=st.integers(1, 9), blocks=st.integers(2, 16), seed=st.integers(0, 10_000),
-       spread=st.sampled_from([0.01, 1.0, 10.0]), ablation=ABLATIONS)  # fmt: skip
+@given(
+    n=st.integers(1, 12),
+    experts=st.integers(1, 9),
+    blocks=st.integers(2, 16),
+    seed=st.integers(0, 10_000),
+    spread=st.sampled_from([0.01, 1.0, 10.0]),
+    ablation=ABLATIONS,
+)
 def test_routing_decisions_match_the_equations(n, experts, blocks, seed, spread, ablation):
     experts = max(experts, ablation.get("fixed_experts", 1))
     policies = RouterPolicies.of(UniFMoEConfig(99, blocks, experts, blocks, **ablation))
@@ -151,8 +173,18 @@ def test_ties_go_to_the_lower_index():
 
 
 def test_fixed_demand_rounds_half_to_even_and_keeps_a_block_on_both_sides():
-    for blocks, alpha, count in [(2, 0.4, 1), (4, 0.4, 2), (5, 0.5, 2), (7, 0.5, 4), (8, 0.4, 3), (16, 0.4, 6),
-                                 (2, 0.01, 1), (8, 0.01, 1), (2, 0.99, 1), (8, 0.99, 7)]:  # fmt: skip
+    for blocks, alpha, count in [
+        (2, 0.4, 1),
+        (4, 0.4, 2),
+        (5, 0.5, 2),
+        (7, 0.5, 4),
+        (8, 0.4, 3),
+        (16, 0.4, 6),
+        (2, 0.01, 1),
+        (8, 0.01, 1),
+        (2, 0.99, 1),
+        (8, 0.99, 7),
+    ]:
         r = route(torch.ones(1, 4), torch.randn(3, 4), torch.randn(blocks, 4), RouterPolicies(FixedDemand(alpha)))
         assert int(r.shared_block_count) == count
         torch.testing.assert_close(r.shared_demand, torch.tensor([alpha]))
@@ -382,8 +414,14 @@ def test_autocast_keeps_the_routing_and_the_dtype():
 
 
 @settings(max_examples=30, deadline=None)
-@given(n=st.integers(0, 20), e=st.integers(1, 5), seed=st.integers(0, 1000), bias=st.booleans(),
-       kept_ffns=st.sampled_from([0, 3]), chunk_rows=st.sampled_from([0, 9, 8192]))  # fmt: skip
+@given(
+    n=st.integers(0, 20),
+    e=st.integers(1, 5),
+    seed=st.integers(0, 1000),
+    bias=st.booleans(),
+    kept_ffns=st.sampled_from([0, 3]),
+    chunk_rows=st.sampled_from([0, 9, 8192]),
+)
 def test_grouped_kernel_equals_reference_kernel(n, e, seed, bias, kept_ffns, chunk_rows):
     """Also for masks and gates that routing would never make: no block at all, no expert at all."""
     torch.manual_seed(seed)
@@ -441,15 +479,22 @@ def test_deepcopy_and_state_dict():
 @pytest.mark.parametrize(
     "kwargs,words",
     [
-        (dict(hidden_dim=30, num_blocks=4), ["30", "4"]), (dict(num_blocks=1), ["1", "num_blocks"]),
-        (dict(num_experts=0), ["num_experts"]), (dict(activation="swish9"), ["swish9", "gelu"]),
-        (dict(num_experts=16), ["16", "15"]), (dict(hidden_dim=2.5), ["hidden_dim", "2.5"]),
-        (dict(shared_demand=0), ["shared_demand", "0"]), (dict(shared_demand=1.0), ["shared_demand", "1.0"]),
-        (dict(shared_demand=float("nan")), ["shared_demand"]), (dict(shared_demand=True), ["shared_demand", "True"]),
-        (dict(fixed_experts=0), ["fixed_experts", "0"]), (dict(fixed_experts=4), ["fixed_experts", "4", "3"]),
-        (dict(fixed_experts=2.0), ["fixed_experts"]), (dict(block_choice="random"), ["block_choice", "random"]),
+        (dict(hidden_dim=30, num_blocks=4), ["30", "4"]),
+        (dict(num_blocks=1), ["1", "num_blocks"]),
+        (dict(num_experts=0), ["num_experts"]),
+        (dict(activation="swish9"), ["swish9", "gelu"]),
+        (dict(num_experts=16), ["16", "15"]),
+        (dict(hidden_dim=2.5), ["hidden_dim", "2.5"]),
+        (dict(shared_demand=0), ["shared_demand", "0"]),
+        (dict(shared_demand=1.0), ["shared_demand", "1.0"]),
+        (dict(shared_demand=float("nan")), ["shared_demand"]),
+        (dict(shared_demand=True), ["shared_demand", "True"]),
+        (dict(fixed_experts=0), ["fixed_experts", "0"]),
+        (dict(fixed_experts=4), ["fixed_experts", "4", "3"]),
+        (dict(fixed_experts=2.0), ["fixed_experts"]),
+        (dict(block_choice="random"), ["block_choice", "random"]),
     ],
-)  # fmt: skip
+)
 def test_config_errors(kwargs, words):
     with pytest.raises(UserError) as error:
         UniFMoEConfig(**{**dict(model_dim=16, hidden_dim=24, num_experts=3, num_blocks=4), **kwargs})

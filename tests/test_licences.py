@@ -37,12 +37,19 @@ def test_what_is_listed_is_still_there():
 @pytest.mark.parametrize(
     "licence,kind",
     [
-        ("MIT", "permissive"), ("Apache-2.0 OR GPL-3.0", "permissive"), ("MIT AND MPL-2.0", "weak copyleft"),
-        ("GPL-3.0-only", "copyleft"), ("LGPL-2.1", "weak copyleft"), ("BSD; proprietary", "proprietary"),
-        ("LicenseRef-NVIDIA-Proprietary", "proprietary"), ("my own", "unknown"), ("none stated", "unknown"),
-        ("Apache-2.0 WITH LLVM-exception", "permissive"), ("(MIT OR ISC) AND AGPL-3.0", "copyleft"),
+        ("MIT", "permissive"),
+        ("Apache-2.0 OR GPL-3.0", "permissive"),
+        ("MIT AND MPL-2.0", "weak copyleft"),
+        ("GPL-3.0-only", "copyleft"),
+        ("LGPL-2.1", "weak copyleft"),
+        ("BSD; proprietary", "proprietary"),
+        ("LicenseRef-NVIDIA-Proprietary", "proprietary"),
+        ("my own", "unknown"),
+        ("none stated", "unknown"),
+        ("Apache-2.0 WITH LLVM-exception", "permissive"),
+        ("(MIT OR ISC) AND AGPL-3.0", "copyleft"),
     ],
-)  # fmt: skip
+)
 def test_the_class_of_a_licence(licence, kind):
     assert Package("a", licence, "").kind == kind
 

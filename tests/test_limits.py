@@ -38,10 +38,16 @@ def write_model(folder: Path, kind: str, positions: int, vocabulary: int | None 
         tokenizer.add_tokens(["word"])
     rows = vocabulary or len(tokenizer)
     config = AutoConfig.for_model(
-        kind, vocab_size=rows, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        max_position_embeddings=positions, pad_token_id=0 if kind == "bert" else 1,
+        kind,
+        vocab_size=rows,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=positions,
+        pad_token_id=0 if kind == "bert" else 1,
         **({"dim": 16, "hidden_dim": 32, "n_layers": 1, "n_heads": 2} if kind == "distilbert" else {}),
-    )  # fmt: skip
+    )
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -95,8 +101,9 @@ def test_an_added_token_counts_only_where_it_occurs(tmp_path):
 
 def test_token_types_beyond_the_embedding(tmp_path):
     folder = write_model(tmp_path / "model", "bert", 64)
-    (folder / "config.json").write_text((folder / "config.json").read_text().replace(
-        '"type_vocab_size": 2', '"type_vocab_size": 1'))  # fmt: skip
+    (folder / "config.json").write_text(
+        (folder / "config.json").read_text().replace('"type_vocab_size": 2', '"type_vocab_size": 1')
+    )
     with pytest.raises(UserError, match="gives token type 1, but its model knows 1"):
         glue_task("rte", write_rows(tmp_path / "rte"), Encoder(str(folder), "none"))
 

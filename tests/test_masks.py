@@ -105,11 +105,35 @@ def test_image_folders_with_masks(tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match="not VLCS's"):
         data = make_benchmark(tmp_path, "vlcs", per_class=2, size=32)
         words = [
-            "--data.task", "vlcs", "--data.root", str(data), "--data.held_out", "SUN09", "--data.image_size", "32",
-            "--model.backbone", "vit_tiny_patch16_224", "--model.pretrained", "none", "--model.layers", "[11]",
-            "--model.num_experts", "2", "--data.batch_size", "1", "--steps", "1", "--eval_every", "1", "--progress",
-            "false", "--optim.warmup_steps", "0", "--output", str(tmp_path / "run"),
-        ]  # fmt: skip
+            "--data.task",
+            "vlcs",
+            "--data.root",
+            str(data),
+            "--data.held_out",
+            "SUN09",
+            "--data.image_size",
+            "32",
+            "--model.backbone",
+            "vit_tiny_patch16_224",
+            "--model.pretrained",
+            "none",
+            "--model.layers",
+            "[11]",
+            "--model.num_experts",
+            "2",
+            "--data.batch_size",
+            "1",
+            "--steps",
+            "1",
+            "--eval_every",
+            "1",
+            "--progress",
+            "false",
+            "--optim.warmup_steps",
+            "0",
+            "--output",
+            str(tmp_path / "run"),
+        ]
         job = run_job(tmp_path / "logs", 1, words, timeout=200)
         assert job.statuses == [0], job.output
         masks = tmp_path / "masks"

@@ -40,7 +40,8 @@ from unifmoe_dist.train.options import OptionParser
         ("--optim.betas [0.9,0.95,1]", "--optim.betas must be 2 numbers, not [0.9, 0.95, 1]."),
         ("--optim.betas 0.9", "--optim.betas must be 2 numbers, not 0.9."),
         ("steps 3", "'steps' is one word too many; an option's value stands behind its name"),
-        ("--no-baseline true", "'true' is one word too many"), ("-s 3", "there is no option -s; see --help for all."),
+        ("--no-baseline true", "'true' is one word too many"),
+        ("-s 3", "there is no option -s; see --help for all."),
         ("--config configs", f"--config '{ROOT / 'configs'}' is no file; give a YAML file of options."),
         ("--config=", "--config empty is no file; give a YAML file of options."),
     ],
@@ -63,12 +64,13 @@ def test_help_offers_what_works_and_begins_shortly(capsys):
 @pytest.mark.parametrize(
     "words, switches",
     [
-        ("--baseline --no-progress", (True, False, False)), ("--no-baseline", (False, True, False)),
+        ("--baseline --no-progress", (True, False, False)),
+        ("--no-baseline", (False, True, False)),
         ("--parallel.gradient_checkpointing --steps 3", (True, True, True)),
         ("--baseline false --progress=false --parallel.gradient_checkpointing true", (False, False, True)),
         ("--no-parallel.gradient_checkpointing", (True, True, False)),
     ],
-)  # fmt: skip
+)
 def test_switches_stand_alone(words, switches):
     config = parse_train_config(words.split())
     assert (config.baseline, config.progress, config.parallel.gradient_checkpointing) == switches
@@ -151,8 +153,10 @@ def test_what_a_script_would_ignore(script, words, sentence, monkeypatch):
         ("num_experts: 4", "line 1: there is no option num_experts; did you mean model.num_experts?"),
         ("algorithm: {lfme: {weight: 1}}", "line 1: there is no option algorithm.lfme.weight; did you mean algorithm"),
         ("qqqq: 1", "line 1: there is no option qqqq; see --help for all."),
-        ("", "is empty; write options such as `steps: 200` into it"), ("# nothing yet\n", "is empty; write options"),
-        ("hello", "holds no options; write them as lines"), ("- steps", "holds no options; write them as lines"),
+        ("", "is empty; write options such as `steps: 200` into it"),
+        ("# nothing yet\n", "is empty; write options"),
+        ("hello", "holds no options; write them as lines"),
+        ("- steps", "holds no options; write them as lines"),
         ("seed: 1\nsteps: many", "line 2: steps must be a whole number, not many."),
         ("data:\n  task: digit", "line 2: data.task must be digits, acceptability, pacs"),
         ("steps: null", "line 1: steps must have a value, not null; leave it out for the default."),

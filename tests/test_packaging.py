@@ -125,19 +125,28 @@ def test_the_source_archive_is_whole(built):
     with tarfile.open(archive) as source:
         names = {name.partition("/")[2] for name in source.getnames()}
     assert names >= {
-        "setup.py", "LICENSE", "SECURITY.md", "Makefile", "constraints.txt", "constraints-oldest.txt",
-        "docs/licences.md", "configs/digits.yaml",
-        "tests/test_packaging.py", "examples/timm_loop.py", "docker/Dockerfile",
-    }  # fmt: skip
+        "setup.py",
+        "LICENSE",
+        "SECURITY.md",
+        "Makefile",
+        "constraints.txt",
+        "constraints-oldest.txt",
+        "docs/licences.md",
+        "configs/digits.yaml",
+        "tests/test_packaging.py",
+        "examples/timm_loop.py",
+        "docker/Dockerfile",
+    }
 
 
 def test_commands_of_the_wheel(installed, tmp_path):
     shown = run(installed, tmp_path, str(installed / "bin/unifmoe"), "--help")
     assert all(name in shown for name in console.COMMANDS)
     commands = (
-        "train --help", "train --config configs/glue/rte.yaml --print-config",
+        "train --help",
+        "train --config configs/glue/rte.yaml --print-config",
         "sweep --table digits --seeds 0 --dry-run",
-    )  # fmt: skip
+    )
     shown = run(installed, tmp_path, "-c", SEVERAL, *commands)
     assert shown.startswith(f"{installed}/unifmoe_dist/__init__.py {installed}/unifmoe_dist/configs\n")
     for words in ("--model.num_experts", "task: rte", "150 runs: 150 to do"):
@@ -160,8 +169,14 @@ def test_git_ignores_what_the_documented_commands_write_and_nothing_of_the_code(
     """In a repository of its own: an image of the project may have no .git."""
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
     shutil.copy(ROOT / ".gitignore", tmp_path)
-    written = ["data/PACS/art_painting/dog/1.jpg", "data/archives/PACS.zip", "runs/mine/config.yaml",
-               "models/bert-large-cased/model.safetensors", "build/site/index.html", ".venv/bin/python"]  # fmt: skip
+    written = [
+        "data/PACS/art_painting/dog/1.jpg",
+        "data/archives/PACS.zip",
+        "runs/mine/config.yaml",
+        "models/bert-large-cased/model.safetensors",
+        "build/site/index.html",
+        ".venv/bin/python",
+    ]
     code = [str(path.relative_to(ROOT)) for path in (ROOT / "unifmoe_dist").rglob("*.py")]
     words = ["git", "-C", str(tmp_path), "check-ignore", *written, *code]
     ignored = subprocess.run(words, capture_output=True, text=True).stdout.split()

@@ -31,15 +31,29 @@ def data(tmp_path_factory) -> Path:
 
 def vision(data: Path, *more: str) -> list[str]:
     small = ["data.image_size=32", "data.batch_size=4", "data.workers=0", "steps=2", "eval_every=2"]
-    return ["--set", f"data.root={data}", "model.backbone=test_vit", "model.pretrained=none", "model.layers=[1,3]",
-            *small, *more]  # fmt: skip
+    return [
+        "--set",
+        f"data.root={data}",
+        "model.backbone=test_vit",
+        "model.pretrained=none",
+        "model.layers=[1,3]",
+        *small,
+        *more,
+    ]
 
 
 def language(data: Path) -> list[str]:
     return [
-        "--set", f"data.root={data}", "model.backbone=tiny-bert", "model.pretrained=none", "model.layers=[1,3]",
-        "model.num_experts=4", "parallel.precision=fp32", "data.batch_size=8", "epochs=1",
-    ]  # fmt: skip
+        "--set",
+        f"data.root={data}",
+        "model.backbone=tiny-bert",
+        "model.pretrained=none",
+        "model.layers=[1,3]",
+        "model.num_experts=4",
+        "parallel.precision=fp32",
+        "data.batch_size=8",
+        "epochs=1",
+    ]
 
 
 def sweep(output: Path, capsys, *words: str) -> int:
@@ -58,8 +72,25 @@ def report(output: Path, capsys) -> str:
 @pytest.mark.timeout(600)
 def test_domainbed(data, tmp_path, capsys):
     """Two data sets, two held-out environments each, two seeds, three methods."""
-    words = ["--table", "domainbed", "--tasks", "pacs", "vlcs", "--held-out", "Art", "Sketch", "Caltech101", "SUN09",
-             "--methods", "dense", "emoe", "unif", "--seeds", "0", "1"]  # fmt: skip
+    words = [
+        "--table",
+        "domainbed",
+        "--tasks",
+        "pacs",
+        "vlcs",
+        "--held-out",
+        "Art",
+        "Sketch",
+        "Caltech101",
+        "SUN09",
+        "--methods",
+        "dense",
+        "emoe",
+        "unif",
+        "--seeds",
+        "0",
+        "1",
+    ]
     assert sweep(tmp_path, capsys, *words, *vision(data)) == 24
     page = report(tmp_path, capsys)
     assert "24 of 24 planned runs have finished." in page
@@ -75,8 +106,22 @@ def test_domainbed(data, tmp_path, capsys):
 def test_ablation_blocks_and_diversity_share_runs(data, tmp_path, capsys):
     one = ["--seeds", "0", "--held-out", "Photo", "--tasks", "pacs"]
     assert sweep(tmp_path, capsys, "--table", "ablation", *one, *vision(data)) == 4
-    script("sweep").main(["--output", str(tmp_path), "--jobs", "1", "--discard-checkpoints", "--table", "blocks", *one,
-                          "--methods", "unif", "unif-blocks-16", *vision(data)])  # fmt: skip
+    script("sweep").main(
+        [
+            "--output",
+            str(tmp_path),
+            "--jobs",
+            "1",
+            "--discard-checkpoints",
+            "--table",
+            "blocks",
+            *one,
+            "--methods",
+            "unif",
+            "unif-blocks-16",
+            *vision(data),
+        ]
+    )
     assert "2 of 2 runs are finished, 1 of them now" in capsys.readouterr().out
     page = report(tmp_path, capsys)
     assert "fixed α" in page and "B = 16" in page
@@ -86,8 +131,25 @@ def test_ablation_blocks_and_diversity_share_runs(data, tmp_path, capsys):
 def test_glue_chooses_the_learning_rate_by_validation(data, tmp_path, capsys):
     words = ["--table", "glue", "--tasks", "rte", "--seeds", "0", "--lr", "2e-5", "5e-5"]
     assert sweep(tmp_path, capsys, *words, "--methods", "dense", "top2", *language(data)) == 4
-    assert sweep(tmp_path, capsys, "--table", "diversity", "--tasks", "rte", "--seeds", "0", "--lr", "2e-5",
-                 "--methods", "unif", "unif-lambda-0", *language(data)) == 2  # fmt: skip
+    assert (
+        sweep(
+            tmp_path,
+            capsys,
+            "--table",
+            "diversity",
+            "--tasks",
+            "rte",
+            "--seeds",
+            "0",
+            "--lr",
+            "2e-5",
+            "--methods",
+            "unif",
+            "unif-lambda-0",
+            *language(data),
+        )
+        == 2
+    )
     page = report(tmp_path, capsys)
     assert "75.47" in page  # the paper's UniF-MoE on RTE stands beside
     assert re.search(r"\| Standard MoE, top-2 \|.*\d+\.\d", page)

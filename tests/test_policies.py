@@ -39,8 +39,17 @@ def test_sharded_equals_whole(dispatcher):
 
 def test_a_run_with_every_ablation(tmp_path):
     """Without a Gram loss the shared column never gets a gradient other than 0, which ZeRO must take."""
-    options = [*SMALL, "--steps", "2", "--parallel.expert_parallel_size", "2", "--parallel.zero_stage", "2",
-               "--optim.lambda_div", "0"]  # fmt: skip
+    options = [
+        *SMALL,
+        "--steps",
+        "2",
+        "--parallel.expert_parallel_size",
+        "2",
+        "--parallel.zero_stage",
+        "2",
+        "--optim.lambda_div",
+        "0",
+    ]
     options += [word for name, value in ALL.items() for word in (f"--model.{name}", str(value))]
     job = run_job(tmp_path, 2, [*options, "--output", str(tmp_path / "run")])
     assert job.statuses == [0, 0], job.output
@@ -73,8 +82,9 @@ def test_options_that_do_not_fit(words, expected):
 
 
 def test_saved_models_keep_their_policies(tmp_path):
-    config = transformers.BertConfig(vocab_size=9, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-                                     intermediate_size=32)  # fmt: skip
+    config = transformers.BertConfig(
+        vocab_size=9, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+    )
     model = upcycle(transformers.BertModel(config), [1], 3, 4, **ALL).eval()
     model.save_pretrained(tmp_path)
     loaded = transformers.BertModel.from_pretrained(tmp_path).eval()

@@ -14,8 +14,20 @@ from unifmoe_dist.train.preflight import check_layers
 from unifmoe_dist.train.trainer import Trainer
 
 VISION = ["--data.task", "domainnet", "--data.held_out", "real", "--data.root", "/nowhere"]
-LANGUAGE = ["--data.task", "mnli", "--data.root", "/nowhere", "--model.backbone", "tiny-bert", "--model.pretrained",
-            "none", "--model.layers", "[1,3]", "--model.num_experts", "4"]  # fmt: skip
+LANGUAGE = [
+    "--data.task",
+    "mnli",
+    "--data.root",
+    "/nowhere",
+    "--model.backbone",
+    "tiny-bert",
+    "--model.pretrained",
+    "none",
+    "--model.layers",
+    "[1,3]",
+    "--model.num_experts",
+    "4",
+]
 
 
 def config(*words: str):
@@ -40,7 +52,7 @@ def test_what_fits_passes_and_draws_no_random_number(words, method):
         ([*LANGUAGE, "--model.layers", "[4]"], "this model has 4 layers"),
         ([*LANGUAGE, "--model.moe", "emoe", "--model.num_experts", "3"], "256 is not divisible by num_experts 3"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_refused_before_the_data_are_read(words, message, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "build_task", lambda config: pytest.fail("the data were read"))
     with pytest.raises(UserError, match=message):

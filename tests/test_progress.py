@@ -15,10 +15,15 @@ from unifmoe_dist.usage import UsageSummary
 
 def usage(experts: int) -> UsageSummary:
     load = [0.05 + 0.02 * expert for expert in range(experts)]
-    return UsageSummary(**{
-        **{name: 0 for name in UsageSummary.__dataclass_fields__}, "block_compute": 10.847, "expert_count": 1.53,
-        "shared_demand": 0.434, "expert_load": load,
-    })  # fmt: skip
+    return UsageSummary(
+        **{
+            **{name: 0 for name in UsageSummary.__dataclass_fields__},
+            "block_compute": 10.847,
+            "expert_count": 1.53,
+            "shared_demand": 0.434,
+            "expert_load": load,
+        }
+    )
 
 
 def shown(task: str, columns: int, numbers: list[str]) -> str:
@@ -39,9 +44,10 @@ def test_sixteen_experts_are_two_numbers_with_a_name():
     assert training_numbers({"loss": 1.0, "accuracy": 0.5}, {"a": usage(4), "b": usage(6)})[-1] == "loads 5-15%"
 
 
-@pytest.mark.parametrize("task, columns, last", [
-    ("digits", 80, "C_B"), ("terraincognita", 80, "acc"), ("digits", 160, "loads"), ("digits", 50, "digits"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "task, columns, last",
+    [("digits", 80, "C_B"), ("terraincognita", 80, "acc"), ("digits", 160, "loads"), ("digits", 50, "digits")],
+)
 def test_a_bar_keeps_its_length_and_the_numbers_that_fit(task, columns, last):
     line = shown(task, columns, training_numbers({"loss": 1.234, "accuracy": 0.5}, {"a": usage(16)}))
     assert len(line) <= columns
@@ -52,10 +58,22 @@ def test_a_bar_keeps_its_length_and_the_numbers_that_fit(task, columns, last):
 
 
 SUMMARY = {
-    "task": "digits", "held_out": "rot75", "moe": "unif", "algorithm": "erm", "metric": "accuracy", "score": 0.89123,
-    "validation_score": 0.9799, "linear_baseline_accuracy": 0.598, "mean_block_compute": 10.8471, "num_blocks": 8,
-    "mean_expert_count": 1.534, "world_size": 2, "wall_seconds": 48.2, "best_step": 700, "steps": 800,
-}  # fmt: skip
+    "task": "digits",
+    "held_out": "rot75",
+    "moe": "unif",
+    "algorithm": "erm",
+    "metric": "accuracy",
+    "score": 0.89123,
+    "validation_score": 0.9799,
+    "linear_baseline_accuracy": 0.598,
+    "mean_block_compute": 10.8471,
+    "num_blocks": 8,
+    "mean_expert_count": 1.534,
+    "world_size": 2,
+    "wall_seconds": 48.2,
+    "best_step": 700,
+    "steps": 800,
+}
 
 
 def test_a_run_ends_in_sentences():
@@ -70,13 +88,18 @@ def test_a_run_ends_in_sentences():
     assert last.endswith("python launch/analyze.py 'runs/my run'") and "{" not in words
 
 
-@pytest.mark.parametrize("changes, sentence", [
-    ({"moe": "none"}, "The dense model on digits (rot75 held out): validation accuracy 89.1 %."),
-    ({"moe": "none", "algorithm": "lfme"}, "LFME on digits (rot75 held out): validation accuracy 89.1 %."),
-    ({"moe": "topk", "held_out": None, "task": "cola", "metric": "matthews_correlation"},
-     "The top-k MoE on cola: validation matthews correlation 89.1 %, with 10.85 blocks per token and layer (a dense "
-     "FFN is 8) and 1.53 experts."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"moe": "none"}, "The dense model on digits (rot75 held out): validation accuracy 89.1 %."),
+        ({"moe": "none", "algorithm": "lfme"}, "LFME on digits (rot75 held out): validation accuracy 89.1 %."),
+        (
+            {"moe": "topk", "held_out": None, "task": "cola", "metric": "matthews_correlation"},
+            "The top-k MoE on cola: validation matthews correlation 89.1 %, with 10.85 blocks per token and layer "
+            "(a dense FFN is 8) and 1.53 experts.",
+        ),
+    ],
+)
 def test_what_evaluate_says(changes, sentence):
     summary = {**SUMMARY, **changes}
     for name in ("validation_score", "linear_baseline_accuracy"):

@@ -60,9 +60,11 @@ def test_environments_are_averaged_first_then_seeds():
 
 def test_a_missing_run_leaves_the_entry_empty():
     results = [
-        result("digits", "rot0", "dense", 0, 70.0), result("digits", "rot75", "dense", 0, 80.0),
-        result("digits", "rot0", "unif", 0, 71.0), result("digits", "rot75", "unif", 0),
-    ]  # fmt: skip
+        result("digits", "rot0", "dense", 0, 70.0),
+        result("digits", "rot75", "dense", 0, 80.0),
+        result("digits", "rot0", "unif", 0, 71.0),
+        result("digits", "rot75", "unif", 0),
+    ]
     assert cell(results, "digits", "dense").mean == 75.0
     entry = cell(results, "digits", "unif")
     assert (entry.mean, entry.done, entry.wanted) == (None, 1, 2)
@@ -76,8 +78,11 @@ def test_a_missing_run_leaves_the_entry_empty():
 
 def test_the_learning_rate_is_chosen_by_validation_for_each_seed():
     table = {  # (seed, lr): (test, validation)
-        (0, 2e-5): (90.0, 60.0), (0, 3e-5): (80.0, 61.0), (1, 2e-5): (70.0, 66.0), (1, 3e-5): (99.0, 65.0),
-    }  # fmt: skip
+        (0, 2e-5): (90.0, 60.0),
+        (0, 3e-5): (80.0, 61.0),
+        (1, 2e-5): (70.0, 66.0),
+        (1, 3e-5): (99.0, 65.0),
+    }
     results = [result("rte", None, "unif", s, t, lr=lr, validation=v) for (s, lr), (t, v) in table.items()]
     assert cell(results, "rte", "unif").by_seed == (80.0, 70.0)
     assert grid_of(results, "rte").size == 4
@@ -224,9 +229,16 @@ def test_csv(digits):
     rows = list(csv.DictReader(io.StringIO(as_csv(table))))
     mean_of = {row["method"]: row for row in rows if row["column"] == "Mean"}
     assert mean_of["dense"] == {
-        "table": "digits", "method": "dense", "label": "Dense", "source": "here", "column": "Mean", "mean": "76.5",
-        "deviation": "2.12132", "runs": "4", "of": "4",
-    }  # fmt: skip
+        "table": "digits",
+        "method": "dense",
+        "label": "Dense",
+        "source": "here",
+        "column": "Mean",
+        "mean": "76.5",
+        "deviation": "2.12132",
+        "runs": "4",
+        "of": "4",
+    }
     assert (mean_of["unif"]["mean"], mean_of["unif"]["runs"], mean_of["unif"]["of"]) == ("", "3", "4")
 
 
@@ -282,9 +294,7 @@ def write_run(folder: Path, identity: dict, summary: dict | None = None, log: st
     (folder / "run.json").write_text(json.dumps(identity))
     if summary is not None:
         (folder / "summary.json").write_text(json.dumps(summary))
-        (folder / "config.yaml").write_text(
-            "model: {num_blocks: 8, num_experts: 6}\noptim: {lambda_div: 0.01}\n"
-        )
+        (folder / "config.yaml").write_text("model: {num_blocks: 8, num_experts: 6}\noptim: {lambda_div: 0.01}\n")
     if log is not None:
         (folder / "log.txt").write_text(log)
 

@@ -38,8 +38,7 @@ def test_what_is_in_the_way_is_set_aside(tmp_path):
 
 @pytest.mark.parametrize("words", [["--resume", "auto"], []], ids=["auto", "new"])
 @pytest.mark.parametrize(
-    "name",
-    ["checkpoints/step-000100/dense.safetensors", "checkpoints/step-1000", "checkpoints/best", "summary.json"],
+    "name", ["checkpoints/step-000100/dense.safetensors", "checkpoints/step-1000", "checkpoints/best", "summary.json"]
 )
 def test_a_start_refuses_what_it_would_write_over(tmp_path, name, words):
     put(tmp_path, name)

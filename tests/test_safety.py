@@ -224,11 +224,18 @@ def test_a_manifest_speaks_of_its_own_folder_only(written, tmp_path):
 # -- configurations ---------------------------------------------------------------------------------------------------
 
 CODE = [
-    "steps: !!python/object/apply:os.mkdir ['{0}']", "steps: !!python/name:os.mkdir", "!!python/module:trap x",
-    "model: {{class_path: os.mkdir, init_args: {{path: '{0}'}}}}", "model: {{class_path: trap.Model}}",
-    "data: trap.Model", "algorithm: {{lfme: {{class_path: trap.Model}}}}", "optim: {{class_path: trap.Model}}",
-    "model: {{moe: trap.Model}}", "output: {{class_path: trap.Model}}", "model: {{layers: {{class_path: trap.Model}}}}",
-]  # fmt: skip
+    "steps: !!python/object/apply:os.mkdir ['{0}']",
+    "steps: !!python/name:os.mkdir",
+    "!!python/module:trap x",
+    "model: {{class_path: os.mkdir, init_args: {{path: '{0}'}}}}",
+    "model: {{class_path: trap.Model}}",
+    "data: trap.Model",
+    "algorithm: {{lfme: {{class_path: trap.Model}}}}",
+    "optim: {{class_path: trap.Model}}",
+    "model: {{moe: trap.Model}}",
+    "output: {{class_path: trap.Model}}",
+    "model: {{layers: {{class_path: trap.Model}}}}",
+]
 
 
 @pytest.fixture
@@ -284,13 +291,15 @@ FILE, SYMBOLIC, HARD = tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE
 @pytest.mark.parametrize(
     "members",
     [
-        [("../outside", FILE, "")], [("a/../../outside", FILE, "")],
+        [("../outside", FILE, "")],
+        [("a/../../outside", FILE, "")],
         [("link", SYMBOLIC, ".."), ("link/outside", FILE, "")],
         [("a", SYMBOLIC, "b"), ("b", SYMBOLIC, ".."), ("a/outside", FILE, "")],
         [("in", FILE, ""), ("link", HARD, "../victim"), ("link", FILE, "")],
-        [("pipe", tarfile.FIFOTYPE, "")], [("device", tarfile.CHRTYPE, "")],
+        [("pipe", tarfile.FIFOTYPE, "")],
+        [("device", tarfile.CHRTYPE, "")],
     ],
-)  # fmt: skip
+)
 def test_a_tar_stays_in_its_folder(members, tmp_path):
     (tmp_path / "victim").write_text("mine")
     with pytest.raises(UserError, match="no data set needs"):

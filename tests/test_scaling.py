@@ -165,9 +165,12 @@ def test_ranges_are_not_recorded_without_a_profiler():
 # -- the cost model -------------------------------------------------------------------------------------------
 
 TRUE = {
-    "experts": [3e-11, 1e-4], "dense": [5e-3, 2e-6, 4e-9], "exchange": [3e-4, 2e-9, 0.7], "all_reduce": [2e-3, 3e-9],
+    "experts": [3e-11, 1e-4],
+    "dense": [5e-3, 2e-6, 4e-9],
+    "exchange": [3e-4, 2e-9, 0.7],
+    "all_reduce": [2e-3, 3e-9],
     "optimizer": [1e-3, 9e-9, 1e-9],
-}  # fmt: skip
+}
 
 
 def workloads(count: int) -> list[Workload]:
@@ -177,12 +180,23 @@ def workloads(count: int) -> list[Workload]:
         ranks = int(2 ** random.integers(0, 4))
         size = int(random.choice([s for s in (1, 2, 4, 8) if s <= ranks]))
         a, b, c, d, e = random.uniform(0.5, 2, 5)
-        result.append(Workload(
-            ranks=ranks, expert_parallel=size, contention=float(random.choice([1, 2])), tokens=320 * a, flops=3e9 * b,
-            extra_flops=2e8 * c, groups=float(random.integers(20, 500)), messages=10.0 * (size - 1),
-            bytes=1e6 * d * (size > 1), dense_parameters=8e5 * e, expert_parameters=4e6 * a * c, gradient_bytes=4,
-            zero=i % 2,
-        ))  # fmt: skip
+        result.append(
+            Workload(
+                ranks=ranks,
+                expert_parallel=size,
+                contention=float(random.choice([1, 2])),
+                tokens=320 * a,
+                flops=3e9 * b,
+                extra_flops=2e8 * c,
+                groups=float(random.integers(20, 500)),
+                messages=10.0 * (size - 1),
+                bytes=1e6 * d * (size > 1),
+                dense_parameters=8e5 * e,
+                expert_parameters=4e6 * a * c,
+                gradient_bytes=4,
+                zero=i % 2,
+            )
+        )
     return result
 
 
@@ -262,8 +276,15 @@ def test_predictions_say_what_their_last_column_is():
 
 
 def test_cluster_links_cost_what_they_should():
-    w = replace(workloads(1)[0], ranks=8, expert_parallel=4, messages=30.0, bytes=3e6, dense_parameters=1e6,
-                expert_parameters=2e6)  # fmt: skip
+    w = replace(
+        workloads(1)[0],
+        ranks=8,
+        expert_parallel=4,
+        messages=30.0,
+        bytes=3e6,
+        dense_parameters=1e6,
+        expert_parameters=2e6,
+    )
     node = Cluster(1, 8, node_gbps=80, link_gbps=8, node_latency=1e-6, link_latency=1e-5)
     assert node.exchange_seconds(w) == pytest.approx(30 * 1e-6 + 3e6 / 1e10)
     spread = Cluster(4, 2, node_gbps=80, link_gbps=8, node_latency=1e-6, link_latency=1e-5)  # 1 of 3 peers is near
@@ -282,9 +303,13 @@ def test_grid_leaves_out_what_cannot_be():
     layouts, left_out = scaling.grid([6, 2], [1, 4], [0], [8], ["auto", "local"], [1])
     found = [(x.experts, x.ranks, x.expert_parallel, x.dispatcher) for x in layouts]
     assert found == [
-        (2, 1, 1, "local"), (6, 1, 1, "local"), (2, 4, 2, "alltoall"), (2, 4, 1, "local"), (6, 4, 2, "alltoall"),
+        (2, 1, 1, "local"),
+        (6, 1, 1, "local"),
+        (2, 4, 2, "alltoall"),
+        (2, 4, 1, "local"),
+        (6, 4, 2, "alltoall"),
         (6, 4, 1, "local"),
-    ]  # fmt: skip
+    ]
     assert left_out == 0
     layouts, left_out = scaling.grid([6, 4], [2, 4], [4], [8], ["alltoall"], [1, 2])
     assert {(x.experts, x.ranks) for x in layouts} == {(4, 4)} and left_out == 6
@@ -316,9 +341,12 @@ def fail_on_one_rank(kind):
 
 @pytest.mark.parametrize(
     "kind,error,words",
-    [("user", UserError, "use fewer"), ("crash", RuntimeError, "rank 1 failed(.|\n)*broken here"),
-     ("death", RuntimeError, "rank 1 died(.|\n)*last words")],
-)  # fmt: skip
+    [
+        ("user", UserError, "use fewer"),
+        ("crash", RuntimeError, "rank 1 failed(.|\n)*broken here"),
+        ("death", RuntimeError, "rank 1 died(.|\n)*last words"),
+    ],
+)
 def test_a_failing_rank_takes_the_others_down(kind, error, words):
     started = time.monotonic()
     with pytest.raises(error, match=words):
@@ -329,8 +357,11 @@ def test_a_failing_rank_takes_the_others_down(kind, error, words):
 def run_scale(*options):
     return subprocess.run(
         [sys.executable, str(ROOT / "launch" / "scale.py"), *map(str, options)],
-        capture_output=True, text=True, timeout=200, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
 
 
 def test_the_volume_table_takes_no_other_option():
@@ -339,8 +370,25 @@ def test_the_volume_table_takes_no_other_option():
 
 
 def test_sweep_measures_plots_and_continues(tmp_path):
-    options = ("--experts", 2, 4, "--ranks", 2, "--batch", 3, "--width", 16, "--depth", 2, "--steps", 2, "--warmup", 1,
-               "--output", tmp_path)  # fmt: skip
+    options = (
+        "--experts",
+        2,
+        4,
+        "--ranks",
+        2,
+        "--batch",
+        3,
+        "--width",
+        16,
+        "--depth",
+        2,
+        "--steps",
+        2,
+        "--warmup",
+        1,
+        "--output",
+        tmp_path,
+    )
     first = run_scale(*options)
     assert first.returncode == 0, first.stderr
     assert "no cost model: a cost model needs at least 6 points" in first.stdout
@@ -387,7 +435,7 @@ def test_a_command_error_is_one_sentence(tmp_path):
         (dict(experts=3, ranks=2, expert_parallel=2), dict(), "3 is not divisible"),
         (dict(experts=2), dict(steps=0), "steps must be at least 1, not 0"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_work_is_refused_before_ranks_start(layout, study, words, tmp_path):
     with pytest.raises(UserError, match=words):
         chosen = Layout(**{**dict(ranks=1, expert_parallel=1, batch=2, dispatcher="local", zero=1), **layout})

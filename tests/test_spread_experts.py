@@ -34,11 +34,12 @@ def spread(family: str) -> nn.Module:
 def deepspeed_engine(model: nn.Module, stage: int) -> nn.Module:
     import deepspeed
 
-    options = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": stage},
-               "zero_allow_untested_optimizer": True}  # fmt: skip
-    return deepspeed.initialize(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=options
-    )[0]  # fmt: skip
+    options = {
+        "train_micro_batch_size_per_gpu": 3,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    return deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=options)[0]
 
 
 def refusals(rank: int, world: int, folder: str) -> bool:
@@ -63,8 +64,13 @@ def refusals(rank: int, world: int, folder: str) -> bool:
     logits(DistributedDataParallel(ignored), batch)  # nor is anything wrong with one that leaves the experts alone
 
     state = model.state_dict()  # what torch raises is no Exception: it goes through to all ranks
-    states = [state, {"model": model}, copy.deepcopy(state), {n: t.cpu().clone() for n, t in state.items()},
-              get_model_state_dict(model, options=StateDictOptions(cpu_offload=True))]  # fmt: skip
+    states = [
+        state,
+        {"model": model},
+        copy.deepcopy(state),
+        {n: t.cpu().clone() for n, t in state.items()},
+        get_model_state_dict(model, options=StateDictOptions(cpu_offload=True)),
+    ]
     for number, saved in enumerate(states):
         with pytest.raises(BaseException, match="all but one rank's would be lost"):
             dcp.save(saved, checkpoint_id=str(Path(folder) / f"{number}"))

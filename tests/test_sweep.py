@@ -92,11 +92,17 @@ def test_studies_are_methods_with_a_number():
     assert find_method("unif-lambda-1e-3").options["optim.lambda_div"] == 0.001
     assert find_method("unif-blocks-16").options["model.num_blocks"] == 16
     assert in_order({"unif-blocks-16", "mass", "unif-blocks-4", "dense"}) == [
-        "dense", "mass", "unif-blocks-4", "unif-blocks-16",
-    ]  # fmt: skip
+        "dense",
+        "mass",
+        "unif-blocks-4",
+        "unif-blocks-16",
+    ]
     assert in_order({"gmoe-top8", "unif-lambda-0", "gmoe", "gmoe-top1"}) == [
-        "gmoe", "gmoe-top1", "gmoe-top8", "unif-lambda-0",
-    ]  # fmt: skip
+        "gmoe",
+        "gmoe-top1",
+        "gmoe-top8",
+        "unif-lambda-0",
+    ]
     for name in ("unif-blocks-1.5", "unif-lambda", "colour", "unif-blocks--4"):
         with pytest.raises(UserError, match="not known"):
             find_method(name)
@@ -126,13 +132,17 @@ def test_a_method_may_have_other_options_on_a_data_set(tmp_path):
 @pytest.mark.parametrize(
     "changes,words",
     [
-        (dict(held_out=("rot1",)), "rot1"), (dict(methods=()), "--methods"), (dict(seeds=(0, 0)), "more than once"),
-        (dict(settings=("steps",)), "KEY=VALUE"), (dict(settings=("seed=3",)), "--seeds"),
+        (dict(held_out=("rot1",)), "rot1"),
+        (dict(methods=()), "--methods"),
+        (dict(seeds=(0, 0)), "more than once"),
+        (dict(settings=("steps",)), "KEY=VALUE"),
+        (dict(settings=("seed=3",)), "--seeds"),
         (dict(settings=("optim.lr=0.1",), learning_rates=(0.1,)), "one of them"),
         (dict(settings=("steps=0",)), "dense seed 0 cannot run: steps must be at least 1"),
-        (dict(settings=("colour=1",)), "colour"), (dict(config=Path("absent.yaml")), "absent.yaml"),
+        (dict(settings=("colour=1",)), "colour"),
+        (dict(config=Path("absent.yaml")), "absent.yaml"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_run_is_refused_before_anything_starts(changes, words, tmp_path):
     with pytest.raises(UserError, match=words):
         plan(tmp_path, **changes)
@@ -189,9 +199,27 @@ def test_what_is_no_summary_does_not_pass_for_a_finished_run(tmp_path, garbage):
 
 def words_of(output: Path, *more: str) -> list[str]:
     return [
-        "--table", "digits", "--methods", "dense", "unif", "unif-blocks-4", "--held-out", "rot0", "rot75", "--seeds",
-        "0", "1", "--set", "steps=2", "eval_every=2", "--jobs", "1", "--output", str(output), *more,
-    ]  # fmt: skip
+        "--table",
+        "digits",
+        "--methods",
+        "dense",
+        "unif",
+        "unif-blocks-4",
+        "--held-out",
+        "rot0",
+        "rot75",
+        "--seeds",
+        "0",
+        "1",
+        "--set",
+        "steps=2",
+        "eval_every=2",
+        "--jobs",
+        "1",
+        "--output",
+        str(output),
+        *more,
+    ]
 
 
 def test_a_whole_sweep_gives_the_report(finished, capsys):
@@ -202,10 +230,12 @@ def test_a_whole_sweep_gives_the_report(finished, capsys):
     assert set(lines) == {"method", "---", "Dense", "UniF-MoE", "UniF-MoE, B = 4"}
     folder = finished / "digits"
     by_seed = [
-        [json.loads((folder / place / "dense" / f"seed{seed}" / "summary.json").read_text())["test_accuracy"]
-         for place in ("rot0", "rot75")]
+        [
+            json.loads((folder / place / "dense" / f"seed{seed}" / "summary.json").read_text())["test_accuracy"]
+            for place in ("rot0", "rot75")
+        ]
         for seed in (0, 1)
-    ]  # fmt: skip
+    ]
     means = [100 * sum(scores) / 2 for scores in by_seed]
     spread = abs(means[0] - means[1]) / 2**0.5  # the deviation of two values, over n - 1
     assert f"{sum(means) / 2:.1f} ± {spread:.1f}" in lines["Dense"]
@@ -249,10 +279,24 @@ def test_a_run_with_other_options_is_not_taken_for_this_one(finished):
 def test_a_failed_run_is_listed_and_tried_again(tmp_path, capsys):
     """Its checkpoint is damaged; the other run is done all the same."""
     words = [
-        "--config", str(ROOT / "configs/digits-comparison.yaml"), "--methods", "dense", "--held-out", "rot0", "rot15",
-        "--seeds", "0", "--set", "steps=2", "eval_every=2", "--output", str(tmp_path), "--jobs", "1",
+        "--config",
+        str(ROOT / "configs/digits-comparison.yaml"),
+        "--methods",
+        "dense",
+        "--held-out",
+        "rot0",
+        "rot15",
+        "--seeds",
+        "0",
+        "--set",
+        "steps=2",
+        "eval_every=2",
+        "--output",
+        str(tmp_path),
+        "--jobs",
+        "1",
         "--discard-checkpoints",
-    ]  # fmt: skip
+    ]
     run = plan(tmp_path)[0]
     run_folder.prepare(run)
     (run.folder / "config.yaml").write_text(dump_train_config(run.config))
@@ -279,10 +323,12 @@ def test_a_failed_run_is_listed_and_tried_again(tmp_path, capsys):
     [
         (["--table", "domainbed"], ["5 data sets cannot be used", "PACS: PACS was not found", "DomainNet: DomainNet"]),
         (["--table", "glue", "--tasks", "rte", "--set", "data.root=nowhere"], ["data.root nowhere is not a folder"]),
-        (["--table", "domainbed", "--tasks", "pacs", "--set", "model.pretrained=absent.safetensors"],
-         ["model.pretrained", "absent.safetensors"]),
+        (
+            ["--table", "domainbed", "--tasks", "pacs", "--set", "model.pretrained=absent.safetensors"],
+            ["model.pretrained", "absent.safetensors"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_every_run_would_lack_is_said_once_before_any_starts(words, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if "pacs" in words:  # data that is there, and weights that are not
@@ -401,9 +447,8 @@ def test_a_run_leaves_when_its_sweep_is_killed():
 
 
 @pytest.mark.parametrize(
-    "words,message",
-    [(["--jobs", "0"], "--jobs must be at least 1"), (["--gpus", "99"], "--gpus 99 does not exist")],
-)  # fmt: skip
+    "words,message", [(["--jobs", "0"], "--jobs must be at least 1"), (["--gpus", "99"], "--gpus 99 does not exist")]
+)
 def test_places_that_do_not_exist(words, message, tmp_path):
     with pytest.raises(UserError, match=message):
         sweep_command.main(["--table", "digits", "--output", str(tmp_path), *words])

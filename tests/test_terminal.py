@@ -36,8 +36,14 @@ def test_what_a_notebook_or_a_plain_terminal_hands_down(tmp_path):
     record = {"kind": "train", "step": 1, "loss": 1.0, "task_loss": 1.0, "div_loss": 0.0, "accuracy": 0.5, "layers": {}}
     validation = {"kind": "validation", "step": 1, "metric": "accuracy", "accuracy": 0.5, "layers": {}}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n" + json.dumps(validation) + "\n")
-    environment = {**os.environ, "MPLBACKEND": "module://no_such_notebook.backend", "PYTHONPATH": str(ROOT),
-                   "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}  # fmt: skip
+    environment = {
+        **os.environ,
+        "MPLBACKEND": "module://no_such_notebook.backend",
+        "PYTHONPATH": str(ROOT),
+        "LC_ALL": "C",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONUTF8": "0",
+    }
     done = subprocess.run([sys.executable, "-c", PROGRAM, tmp_path], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "alpha 0.43 x 2\n" and "alpha\n" in done.stderr

@@ -29,12 +29,19 @@ def make_config(
     folder, *, steps=20, optimizer="sgd", resume=False, seed=0, clip=0.0, dispatcher="auto", **parallel
 ) -> TrainConfig:
     return TrainConfig(
-        output=str(folder), steps=steps, eval_every=10, log_every=5, baseline=False, progress=False, resume=resume,
-        seed=seed, data=DataConfig(batch_size=4),
+        output=str(folder),
+        steps=steps,
+        eval_every=10,
+        log_every=5,
+        baseline=False,
+        progress=False,
+        resume=resume,
+        seed=seed,
+        data=DataConfig(batch_size=4),
         model=ModelConfig(layers=[1, 3], num_experts=4, dispatcher=dispatcher),
         optim=OptimConfig(name=optimizer, lr=0.05 if optimizer == "sgd" else 1e-3, warmup_steps=3, grad_clip=clip),
         parallel=ParallelConfig(**parallel),
-    )  # fmt: skip
+    )
 
 
 def train(rank, world, folder, steps, stop=None, **options):
@@ -62,16 +69,21 @@ def one_rank(tmp_path_factory):
 @pytest.mark.parametrize(
     "world,parallel",
     [
-        (2, dict(expert_parallel_size=1, zero_stage=0)), (2, dict(expert_parallel_size=1, zero_stage=1)),
-        (2, dict(expert_parallel_size=2, zero_stage=0)), (2, dict(expert_parallel_size=2, zero_stage=1)),
-        (2, dict(expert_parallel_size=2, zero_stage=2)), (4, dict(expert_parallel_size=2, zero_stage=1)),
+        (2, dict(expert_parallel_size=1, zero_stage=0)),
+        (2, dict(expert_parallel_size=1, zero_stage=1)),
+        (2, dict(expert_parallel_size=2, zero_stage=0)),
+        (2, dict(expert_parallel_size=2, zero_stage=1)),
+        (2, dict(expert_parallel_size=2, zero_stage=2)),
+        (4, dict(expert_parallel_size=2, zero_stage=1)),
         (4, dict(expert_parallel_size=2, expert_placement="far", zero_stage=2)),
         (2, dict(expert_parallel_size=2, offload_optimizer=True)),
-        (2, dict(expert_parallel_size=2, gradient_accumulation=2)), (1, dict(gradient_checkpointing=True)),
-        pytest.param(2, dict(expert_parallel_size=2, gradient_checkpointing=True, dispatcher="tutel"),
-                     marks=pytest.mark.tutel),
+        (2, dict(expert_parallel_size=2, gradient_accumulation=2)),
+        (1, dict(gradient_checkpointing=True)),
+        pytest.param(
+            2, dict(expert_parallel_size=2, gradient_checkpointing=True, dispatcher="tutel"), marks=pytest.mark.tutel
+        ),
     ],
-)  # fmt: skip
+)
 def test_sgd_losses_equal_one_rank(world, parallel, one_rank, tmp_path):
     """SGD, because Adam would hide expert gradients that are scaled by the group size."""
     results = run_ranks(world, train, str(tmp_path), 20, **parallel)
@@ -123,10 +135,12 @@ def one_rank_clipped(tmp_path_factory):
 @pytest.mark.parametrize(
     "world,parallel",
     [
-        (2, dict(expert_parallel_size=2, zero_stage=0)), (4, dict(expert_parallel_size=2, zero_stage=0)),
-        (4, dict(expert_parallel_size=2, zero_stage=2)), (2, dict(expert_parallel_size=2, offload_optimizer=True)),
+        (2, dict(expert_parallel_size=2, zero_stage=0)),
+        (4, dict(expert_parallel_size=2, zero_stage=0)),
+        (4, dict(expert_parallel_size=2, zero_stage=2)),
+        (2, dict(expert_parallel_size=2, offload_optimizer=True)),
     ],
-)  # fmt: skip
+)
 def test_clipping_counts_remote_experts(world, parallel, one_rank, one_rank_clipped, tmp_path):
     moved = [(one_rank_clipped[1][n] - w).abs().max() for n, w in one_rank[1].items()]
     assert max(moved) > 1e-3  # the limit is felt
@@ -170,10 +184,8 @@ def test_resume_at_another_zero_stage(before, after, tmp_path):
 
 @pytest.mark.parametrize(
     "before,after",
-    [
-        ((2, 2), (1, 1)), ((1, 1), (2, 2)), ((2, 1), (2, 2)), ((4, 2), (4, 4)), ((4, 4), (1, 1)), ((4, 2), (2, 2)),
-    ],
-)  # fmt: skip
+    [((2, 2), (1, 1)), ((1, 1), (2, 2)), ((2, 1), (2, 2)), ((4, 2), (4, 4)), ((4, 4), (1, 1)), ((4, 2), (2, 2))],
+)
 def test_resume_at_another_layout(before, after, tmp_path):
     whole, weights, _ = run_ranks(1, train, str(tmp_path / "whole"), 20, optimizer="adamw")[0]
     cut = str(tmp_path / "cut")
@@ -233,10 +245,12 @@ def test_a_run_writes_its_folder(precision, tmp_path):
 @pytest.mark.parametrize(
     "words,expected",
     [
-        (["--model.num_exprts", "4"], ["num_exprts"]), (["--steps", "many"], ["steps", "many"]),
-        (["--optim.name", "adagrad9"], ["optim.name", "adagrad9"]), (["--config", "nowhere.yaml"], ["nowhere.yaml"]),
+        (["--model.num_exprts", "4"], ["num_exprts"]),
+        (["--steps", "many"], ["steps", "many"]),
+        (["--optim.name", "adagrad9"], ["optim.name", "adagrad9"]),
+        (["--config", "nowhere.yaml"], ["nowhere.yaml"]),
     ],
-)  # fmt: skip
+)
 def test_bad_words_on_the_command_line(words, expected):
     with pytest.raises(UserError) as error:
         parse_train_config(words)
@@ -254,25 +268,33 @@ def test_unknown_key_in_a_file(tmp_path):
     "words,world,expected",
     [
         (["--parallel.expert_parallel_size", "4"], 4, ["6", "4"]),
-        (["--parallel.expert_parallel_size", "3"], 2, ["3", "2"]), (["--data.batch_size", "9"], 2, ["9", "2"]),
-        (["--model.layers", "[]"], 1, ["model.layers"]), (["--steps", "0"], 1, ["steps", "0"]),
-        (["--resume"], 1, ["--output"]), (["--parallel.precision", "bf16", "--parallel.zero_stage", "0"], 1, ["bf16"]),
+        (["--parallel.expert_parallel_size", "3"], 2, ["3", "2"]),
+        (["--data.batch_size", "9"], 2, ["9", "2"]),
+        (["--model.layers", "[]"], 1, ["model.layers"]),
+        (["--steps", "0"], 1, ["steps", "0"]),
+        (["--resume"], 1, ["--output"]),
+        (["--parallel.precision", "bf16", "--parallel.zero_stage", "0"], 1, ["bf16"]),
         (["--parallel.zero_stage", "3"], 2, ["zero_stage 3", "zero_stage 2"]),
         (["--parallel.zero_stage", "0", "--parallel.offload_optimizer", "true"], 1, ["offload_optimizer", "1 or 2"]),
-        (["--seed", "-1"], 1, ["seed", "-1"]), (["--data.split_seed", "9" * 20], 1, ["split_seed", "9" * 20]),
-        (["--optim.betas", "[0.9,1.5]"], 1, ["optim.betas", "1.5"]), (["--optim.lr", ".inf"], 1, ["optim.lr", "inf"]),
-        (["--optim.momentum", "-1"], 1, ["optim.momentum"]), (["--optim.weight_decay", "-1"], 1, ["weight_decay"]),
-        (["--optim.warmup_steps", "-5"], 1, ["warmup_steps"]), (["--optim.grad_clip", "-1"], 1, ["grad_clip"]),
+        (["--seed", "-1"], 1, ["seed", "-1"]),
+        (["--data.split_seed", "9" * 20], 1, ["split_seed", "9" * 20]),
+        (["--optim.betas", "[0.9,1.5]"], 1, ["optim.betas", "1.5"]),
+        (["--optim.lr", ".inf"], 1, ["optim.lr", "inf"]),
+        (["--optim.momentum", "-1"], 1, ["optim.momentum"]),
+        (["--optim.weight_decay", "-1"], 1, ["weight_decay"]),
+        (["--optim.warmup_steps", "-5"], 1, ["warmup_steps"]),
+        (["--optim.grad_clip", "-1"], 1, ["grad_clip"]),
         (["--optim.lambda_div", ".nan"], 1, ["lambda_div", "nan"]),
         (["--model.backbone", "deit"], 1, ["model.backbone", "digits"]),
-        (["--data.root", "there"], 1, ["data.root", "digits"]), (["--model.dropout", "0.1"], 1, ["dropout", "digits"]),
+        (["--data.root", "there"], 1, ["data.root", "digits"]),
+        (["--model.dropout", "0.1"], 1, ["dropout", "digits"]),
         (["--data.task", "cola", "--model.drop_path", "0.1"], 1, ["drop_path", "cola"]),
         (["--data.task", "acceptability", "--data.image_size", "32"], 1, ["image_size", "acceptability"]),
         (["--optim.auxiliary_weight", "0.1"], 1, ["auxiliary_weight 0.1", "lambda_div"]),
         (["--model.num_experts", "0"], 1, ["num_experts", "0"]),
         (["--model.moe", "none", "--model.num_blocks", "0"], 1, ["num_blocks", "0"]),
     ],
-)  # fmt: skip
+)
 def test_options_that_do_not_fit(words, world, expected):
     with pytest.raises(UserError) as error:
         parse_train_config(words).validate(world)
@@ -357,10 +379,17 @@ def test_resume_with_fewer_steps_than_done(small_run):
     assert choose_folder(make_config(small_run, steps=10, resume=True)) == small_run
 
 
-@pytest.mark.parametrize("words", [
-    "--model.num_blocks 4", "--data.held_out rot0", "--data.split_seed 1", "--seed 1", "--data.task acceptability",
-    "--optim.name adamw",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--model.num_blocks 4",
+        "--data.held_out rot0",
+        "--data.split_seed 1",
+        "--seed 1",
+        "--data.task acceptability",
+        "--optim.name adamw",
+    ],
+)
 def test_resume_as_another_run(words, small_run):
     changed = parse_train_config(["--resume", "--output", str(small_run), *words.split()])
     with pytest.raises(UserError, match="was trained with"):

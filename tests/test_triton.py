@@ -28,7 +28,6 @@ if torch.cuda.is_available():
 
     pytestmark = pytest.mark.gpu
 else:
-
     CASES = re.findall(r"^def (test_\w+)", (Path(__file__).parent / "triton_cases.py").read_text(), re.M)
     PARTS = 4  # they run beside each other, and none of them for minutes
 
@@ -39,8 +38,11 @@ else:
         cases = [f"triton_cases.py::{name}" for name in CASES[part::PARTS]]
         run = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *cases],
-            cwd=Path(__file__).parent, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True,
-        )  # fmt: skip
+            cwd=Path(__file__).parent,
+            env={**os.environ, "TRITON_INTERPRET": "1"},
+            capture_output=True,
+            text=True,
+        )
         assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
 
 
@@ -68,15 +70,28 @@ def test_kernels_compile_and_fit(architecture, dtype, rate, monkeypatch):
         residual = BlockExperts(experts, dim, 192, blocks, "gelu", True)
         gates = torch.rand(n, experts + 1, requires_grad=True)
         dropout = None if rate is None else HiddenDropout.draw(rate, torch.device("cpu"))
-        y = triton_block_ffn(x, gates, torch.ones(n, blocks, dtype=torch.bool), residual.to(dtype).weights(),
-                             shared.to(dtype).weights(), dropout=dropout)  # fmt: skip
+        y = triton_block_ffn(
+            x,
+            gates,
+            torch.ones(n, blocks, dtype=torch.bool),
+            residual.to(dtype).weights(),
+            shared.to(dtype).weights(),
+            dropout=dropout,
+        )
         outputs = [y, r.gates, r.shared_demand]
         torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
 
     kernels = compiled_launches(both_passes, architecture, monkeypatch)
     names = {k.name for k in kernels}
-    assert {"forward_kernel", "backward_kernel", "weight_grad_kernel", "_columns_kernel", "_route_kernel",
-            "_scan_kernel", "_fill_kernel"} <= names  # fmt: skip
+    assert {
+        "forward_kernel",
+        "backward_kernel",
+        "weight_grad_kernel",
+        "_columns_kernel",
+        "_route_kernel",
+        "_scan_kernel",
+        "_fill_kernel",
+    } <= names
     for kernel in kernels:
         assert kernel.shared_memory <= SHARED_MEMORY[architecture] * 1024, kernel
 
@@ -91,15 +106,33 @@ def test_launches(dtype, block, masked, monkeypatch):
     layer.usage.totals, outputs = torch.zeros(6 + 2 + 4, dtype=torch.float64), []
     with use_kernels("triton"):
         forward = launches(lambda: outputs.append(layer(x, mask)), monkeypatch)
-    assert forward == ["_columns_kernel", "_route_kernel", "_scan_kernel", "add_.Tensor", "_fill_kernel",
-                       "forward_kernel", "combine_kernel"]  # fmt: skip
+    assert forward == [
+        "_columns_kernel",
+        "_route_kernel",
+        "_scan_kernel",
+        "add_.Tensor",
+        "_fill_kernel",
+        "forward_kernel",
+        "combine_kernel",
+    ]
     backward = launches(lambda: outputs[0].backward(outputs[0].detach()), monkeypatch)
     half = [] if dtype == torch.float32 else ["_to_copy.default"]
     assert backward == [
-        "_fill_kernel", "backward_kernel", "weight_grad_kernel", "weight_grad_kernel", "bias_grad_kernel",
-        "combine_kernel", "gate_grad_kernel", *half, "mm.default", "_route_backward_kernel", "_route_weight_kernel",
-        "sum.dim_IntList", *half, "add.Tensor",
-    ]  # fmt: skip
+        "_fill_kernel",
+        "backward_kernel",
+        "weight_grad_kernel",
+        "weight_grad_kernel",
+        "bias_grad_kernel",
+        "combine_kernel",
+        "gate_grad_kernel",
+        *half,
+        "mm.default",
+        "_route_backward_kernel",
+        "_route_weight_kernel",
+        "sum.dim_IntList",
+        *half,
+        "add.Tensor",
+    ]
 
 
 @pytest.mark.slow
@@ -118,8 +151,9 @@ def test_widest_tiles_fit(architecture, dtype, monkeypatch):
         x = torch.randn(4096, 256).to(dtype).requires_grad_()
         r = triton_route(x, torch.randn(65, 256).requires_grad_(), torch.randn(16, 256), 16)
         experts = BlockExperts(2, 256, 512, 2, "gelu", True).to(dtype)
-        y = triton_block_ffn(x, torch.rand(4096, 2), torch.ones(4096, 2, dtype=torch.bool), experts.weights(),
-                             options=options)  # fmt: skip
+        y = triton_block_ffn(
+            x, torch.rand(4096, 2), torch.ones(4096, 2, dtype=torch.bool), experts.weights(), options=options
+        )
         torch.autograd.backward([y, r.gates], [torch.ones_like(y), torch.ones_like(r.gates)])
 
     for kernel in compiled_launches(both_passes, architecture, monkeypatch):
@@ -155,8 +189,9 @@ def test_choice_of_tiles(tmp_path, monkeypatch):
         return [1.0 / launched[-1]] * 3
 
     def kernel():
-        made = tuned(("BLOCK_D", "BLOCK_R"), half=[(16, 16, 4, 2), (64, 16, 4, 2), (32, 16, 4, 2)],
-                     single=[(16, 16, 4, 2)])(weight_grad_kernel.fn)  # fmt: skip
+        made = tuned(
+            ("BLOCK_D", "BLOCK_R"), half=[(16, 16, 4, 2), (64, 16, 4, 2), (32, 16, 4, 2)], single=[(16, 16, 4, 2)]
+        )(weight_grad_kernel.fn)
         made._do_bench = clock
         return made
 

@@ -28,9 +28,14 @@ def local_and_tutel(config: UniFMoEConfig, seed: int) -> tuple[UniFMoELayer, Uni
 @pytest.mark.tutel
 @settings(max_examples=40, deadline=None)
 @given(
-    n=st.integers(0, 12), experts=st.integers(1, 6), blocks=st.integers(2, 17), bias=st.booleans(),
-    seed=st.integers(0, 10_000), spread=st.sampled_from([0.1, 1.0, 5.0]), nan=st.booleans(),
-)  # fmt: skip
+    n=st.integers(0, 12),
+    experts=st.integers(1, 6),
+    blocks=st.integers(2, 17),
+    bias=st.booleans(),
+    seed=st.integers(0, 10_000),
+    spread=st.sampled_from([0.1, 1.0, 5.0]),
+    nan=st.booleans(),
+)
 def test_without_a_group_it_equals_local(n, experts, blocks, bias, seed, spread, nan):
     results = []
     for layer in local_and_tutel(UniFMoEConfig(9, 2 * blocks, experts, blocks, bias=bias), seed):

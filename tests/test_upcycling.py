@@ -24,8 +24,14 @@ from unifmoe_dist.upcycling.activations import activation_name
 from unifmoe_dist.upcycling.token_mask import token_mask_from_attention
 
 K, B, WIDTH, HIDDEN, DEPTH = 3, 4, 32, 64, 3
-TEXT = {"bert": "Bert", "roberta": "Roberta", "xlm-roberta": "XLMRoberta", "camembert": "Camembert",
-        "electra": "Electra", "distilbert": "DistilBert"}  # fmt: skip
+TEXT = {
+    "bert": "Bert",
+    "roberta": "Roberta",
+    "xlm-roberta": "XLMRoberta",
+    "camembert": "Camembert",
+    "electra": "Electra",
+    "distilbert": "DistilBert",
+}
 VISION = {"vit": "ViT", "deit": "DeiT"}
 FAMILIES = ["timm", "timm-distilled", *TEXT, *VISION]
 
@@ -42,12 +48,26 @@ def build(family: str, **options) -> nn.Module:
         name = "deit_tiny_distilled_patch16_224" if family == "timm-distilled" else "vit_tiny_patch16_224"
         sizes = {"embed_dim": WIDTH, "depth": DEPTH, "num_heads": 2, "mlp_ratio": HIDDEN / WIDTH}
         return timm.create_model(name, img_size=32, num_classes=5, **sizes, **options).eval()
-    sizes = {"hidden_size": WIDTH, "num_hidden_layers": DEPTH, "num_attention_heads": 2, "num_labels": 5,
-             "intermediate_size": HIDDEN, "hidden_dropout_prob": 0.0,
-             "attention_probs_dropout_prob": 0.0}  # fmt: skip
+    sizes = {
+        "hidden_size": WIDTH,
+        "num_hidden_layers": DEPTH,
+        "num_attention_heads": 2,
+        "num_labels": 5,
+        "intermediate_size": HIDDEN,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
     if family == "distilbert":
-        sizes = {"dim": WIDTH, "n_layers": DEPTH, "n_heads": 2, "hidden_dim": HIDDEN, "num_labels": 5,
-                 "dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0}  # fmt: skip
+        sizes = {
+            "dim": WIDTH,
+            "n_layers": DEPTH,
+            "n_heads": 2,
+            "hidden_dim": HIDDEN,
+            "num_labels": 5,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+            "seq_classif_dropout": 0.0,
+        }
     if family in TEXT:
         sizes |= {"vocab_size": 50, "max_position_embeddings": 40, "initializer_range": 0.3}
         name = TEXT[family]
@@ -172,8 +192,19 @@ def test_forms_of_attention_masks():
     half = torch.zeros(2, 2, 3, 3, dtype=torch.float16).masked_fill(~square, float("-inf"))
     least = [torch.where(square, 0.25, value) for value in (-10000.0, -1e9)]  # BERT's own, and what is often used
     biased = additive + torch.linspace(-200, 0, 9).view(3, 3)
-    for mask in (real, real.long(), real.float(), square, square[:, 0], additive, causal, half, *least,
-                 least[0].bfloat16(), biased):  # fmt: skip
+    for mask in (
+        real,
+        real.long(),
+        real.float(),
+        square,
+        square[:, 0],
+        additive,
+        causal,
+        half,
+        *least,
+        least[0].bfloat16(),
+        biased,
+    ):
         assert torch.equal(token_mask_from_attention(mask, 2, 3), real)
     assert torch.equal(token_mask_from_attention(square[1:], 2, 3), real[1:].expand(2, 3))
     assert token_mask_from_attention(None, 2, 3) is None
@@ -509,8 +540,7 @@ def test_a_wrapped_model_names_the_one_inside():
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2", "silu", "swish", "tanh"],
+    "name", ["gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2", "silu", "swish", "tanh"]
 )
 def test_activations_compute_what_their_names_say(name: str):
     module = transformers.activations.ACT2FN[name]
@@ -519,9 +549,15 @@ def test_activations_compute_what_their_names_say(name: str):
     (layer,) = moe_layers(model).values()
     assert layer.config.activation == activation_name(module)
     x = torch.linspace(-3, 3, 50)
-    known = {"gelu": nn.GELU(), "gelu_tanh": nn.GELU(approximate="tanh"), "relu": nn.ReLU(),
-             "silu": nn.SiLU(), "tanh": nn.Tanh(), "relu_squared": lambda x: x.relu().square(),
-             "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x)}  # fmt: skip
+    known = {
+        "gelu": nn.GELU(),
+        "gelu_tanh": nn.GELU(approximate="tanh"),
+        "relu": nn.ReLU(),
+        "silu": nn.SiLU(),
+        "tanh": nn.Tanh(),
+        "relu_squared": lambda x: x.relu().square(),
+        "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    }
     torch.testing.assert_close(module(x), known[activation_name(module)](x), rtol=1e-5, atol=1e-6)
 
 

@@ -85,15 +85,22 @@ def test_distribution_by_hand():
 def test_coactivation_change_by_hand():
     routing = routing_by_hand()
     fewer = Routing(
-        routing.shared_demand, routing.shared_blocks, routing.affinity,
-        torch.tensor([[0.9, 0, 0], [0.5, 0.4, 0], [0.6, 0, 0], [0.4, 0, 0]]), routing.shared_block_count,
+        routing.shared_demand,
+        routing.shared_blocks,
+        routing.affinity,
+        torch.tensor([[0.9, 0, 0], [0.5, 0.4, 0], [0.6, 0, 0], [0.4, 0, 0]]),
+        routing.shared_block_count,
         torch.tensor([1, 2, 1, 1]),
-    )  # fmt: skip
+    )
     before, after = (study_layer(r, Router(4, 3)) for r in (routing, fewer))
     # pair sums 1.25 and 0.25
     assert coactivation_change(before, after) == pytest.approx(-0.8)
-    alone = Routing(*(getattr(routing, n)[:1] for n in (
-        "shared_demand", "shared_blocks", "affinity", "gates", "shared_block_count", "expert_count")))  # fmt: skip
+    alone = Routing(
+        *(
+            getattr(routing, n)[:1]
+            for n in ("shared_demand", "shared_blocks", "affinity", "gates", "shared_block_count", "expert_count")
+        )
+    )
     assert math.isnan(coactivation_change(study_layer(alone, Router(4, 3)), after))
 
 

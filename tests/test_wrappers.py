@@ -22,8 +22,14 @@ from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.routing import Router
 from unifmoe_dist.upcycling import moe_layers
 
-HERE_AND_ON_DISK = {"bert.embeddings": "cpu", "bert.encoder.layer.0": "cpu", "bert.encoder.layer.1": "disk",
-                    "bert.encoder.layer.2": "disk", "bert.pooler": "cpu", "classifier": "cpu"}  # fmt: skip
+HERE_AND_ON_DISK = {
+    "bert.embeddings": "cpu",
+    "bert.encoder.layer.0": "cpu",
+    "bert.encoder.layer.1": "disk",
+    "bert.encoder.layer.2": "disk",
+    "bert.pooler": "cpu",
+    "classifier": "cpu",
+}
 
 
 def moved(model: nn.Module) -> nn.Module:
@@ -228,10 +234,16 @@ def sharded_equals_whole(rank: int, world: int) -> bool:
     output, gram = step(whole, batch)
     gradients = {name: p.grad for name, p in whole.named_parameters()}
     small = functools.partial(size_based_auto_wrap_policy, min_num_params=2000)
-    ways = {f"FSDP 1 {name} {original}": functools.partial(fsdp1, policy=policy, original=original)
-            for name, policy in (("root", None), ("blocks", ModuleWrapPolicy({block})), ("size", small),
-                                 ("parts", ModuleWrapPolicy(parts)))
-            for original in (True, False)}  # fmt: skip
+    ways = {
+        f"FSDP 1 {name} {original}": functools.partial(fsdp1, policy=policy, original=original)
+        for name, policy in (
+            ("root", None),
+            ("blocks", ModuleWrapPolicy({block})),
+            ("size", small),
+            ("parts", ModuleWrapPolicy(parts)),
+        )
+        for original in (True, False)
+    }
     for classes in ((), (block,), (UniFMoELayer,), tuple(parts)):
         ways[f"FSDP 2 {classes}"] = functools.partial(fsdp2, classes=classes)
     for name, way in ways.items():
@@ -241,9 +253,8 @@ def sharded_equals_whole(rank: int, world: int) -> bool:
         assert got.keys() == gradients.keys()
         for parameter, want in gradients.items():
             torch.testing.assert_close(
-                got[parameter], want, rtol=1e-4, atol=1e-6,
-                msg=lambda m, where=f"{name}, {parameter}": f"{where}: {m}",
-            )  # fmt: skip
+                got[parameter], want, rtol=1e-4, atol=1e-6, msg=lambda m, where=f"{name}, {parameter}": f"{where}: {m}"
+            )
     zero3_equals_whole(model, batch, output, gram, gradients)
     return True
 

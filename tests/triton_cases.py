@@ -58,8 +58,14 @@ def error(got: Tensor, want: Tensor, least: float = 1e-6) -> float:
 
 
 def wide(experts: BlockExperts) -> BlockExperts:
-    copy = BlockExperts(*experts.keys.shape[:1], experts.keys.shape[2], experts.keys.shape[1], experts.num_blocks,
-                        experts.activation, experts.key_bias is not None).to(DEVICE, torch.float64)  # fmt: skip
+    copy = BlockExperts(
+        *experts.keys.shape[:1],
+        experts.keys.shape[2],
+        experts.keys.shape[1],
+        experts.num_blocks,
+        experts.activation,
+        experts.key_bias is not None,
+    ).to(DEVICE, torch.float64)
     copy.load_state_dict(experts.state_dict())
     return copy
 
@@ -97,11 +103,21 @@ def random_gates(n: int, e: int) -> Tensor:
 
 @settings(max_examples=12, deadline=None)
 @given(
-    n=st.integers(0, 20), e=st.integers(1, 4), dim=st.sampled_from([16, 48, 80]), block=st.sampled_from([16, 48, 80]),
-    num_blocks=st.integers(2, 4), bias=st.booleans(), with_shared=st.booleans(), seed=st.integers(0, 10_000),
-    options=st.builds(TritonOptions, atomic=st.booleans(), workspace_bytes=st.sampled_from([None, 8_000]),
-                      tile_rows=st.sampled_from([None, 32])),
-)  # fmt: skip
+    n=st.integers(0, 20),
+    e=st.integers(1, 4),
+    dim=st.sampled_from([16, 48, 80]),
+    block=st.sampled_from([16, 48, 80]),
+    num_blocks=st.integers(2, 4),
+    bias=st.booleans(),
+    with_shared=st.booleans(),
+    seed=st.integers(0, 10_000),
+    options=st.builds(
+        TritonOptions,
+        atomic=st.booleans(),
+        workspace_bytes=st.sampled_from([None, 8_000]),
+        tile_rows=st.sampled_from([None, 32]),
+    ),
+)
 def test_ffn_equals_the_reference(n, e, dim, block, num_blocks, bias, with_shared, seed, options):
     """Any gates and masks, also those that routing would never make; a small workspace means many rounds."""
     torch.manual_seed(seed)
@@ -115,9 +131,13 @@ def test_ffn_equals_the_reference(n, e, dim, block, num_blocks, bias, with_share
 @pytest.mark.parametrize("with_shared,first", [(True, 0), (False, 0), (False, 1)])
 @pytest.mark.parametrize(
     "block,dtype,options",
-    [(16, torch.float32, TritonOptions()), (192, torch.float32, TritonOptions(tile_rows=16, workspace_bytes=40_000)),
-     (288, torch.bfloat16, TritonOptions(backward_tile_rows=32)), (48, torch.float16, TritonOptions(atomic=True))],
-)  # fmt: skip
+    [
+        (16, torch.float32, TritonOptions()),
+        (192, torch.float32, TritonOptions(tile_rows=16, workspace_bytes=40_000)),
+        (288, torch.bfloat16, TritonOptions(backward_tile_rows=32)),
+        (48, torch.float16, TritonOptions(atomic=True)),
+    ],
+)
 def test_ffn_dropout(rate, with_shared, first, block, dtype, options):
     """The mask of the definition, whatever the tiles, the parts of a block and the rounds are, in both passes."""
     torch.manual_seed(block)
@@ -223,9 +243,16 @@ def test_ffn_saves_little_for_the_backward_pass():
 
 @pytest.mark.parametrize(
     "n,e,b,has_shared,parts",
-    [(300, 3, 3, True, 1), (20, 19, 2, False, 1), (7, 1, 5, False, 1), (9, 18, 3, True, 1), (0, 2, 2, True, 1),
-     (150, 3, 2, True, 3), (9, 2, 2, False, 2)],
-)  # fmt: skip
+    [
+        (300, 3, 3, True, 1),
+        (20, 19, 2, False, 1),
+        (7, 1, 5, False, 1),
+        (9, 18, 3, True, 1),
+        (0, 2, 2, True, 1),
+        (150, 3, 2, True, 3),
+        (9, 2, 2, False, 2),
+    ],
+)
 def test_plan(n, e, b, has_shared, parts):
     torch.manual_seed(n)
     gates, blocks = random_gates(n, e).cpu(), torch.rand(n, b) > 0.4
@@ -280,8 +307,10 @@ def check_route(x, weight, prototypes) -> None:
         assert torch.equal(getattr(got, name)[clear], getattr(want, name)[clear])
     for name in ("shared_demand", "affinity", "gates"):
         torch.testing.assert_close(getattr(got, name)[clear], getattr(want, name)[clear], rtol=1e-4, atol=2e-6)
-    upstream = [torch.randn_like(t) * clear.reshape(-1, *[1] * (t.ndim - 1))
-                for t in (want.shared_demand, want.affinity, want.gates)]  # fmt: skip
+    upstream = [
+        torch.randn_like(t) * clear.reshape(-1, *[1] * (t.ndim - 1))
+        for t in (want.shared_demand, want.affinity, want.gates)
+    ]
     outputs = [(r.shared_demand, r.affinity, r.gates) for r in (got, want)]
     mine = torch.autograd.grad(outputs[0], [x, weight], upstream)
     theirs = torch.autograd.grad(outputs[1], [x32, weight], upstream)
@@ -298,9 +327,15 @@ def check_route(x, weight, prototypes) -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(n=st.integers(0, 70), dim=st.sampled_from([20, 48, 130]), experts=st.integers(1, 18), blocks=st.integers(2, 20),
-       seed=st.integers(0, 10_000), spread=st.sampled_from([0.01, 1.0, 10.0]),
-       dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))  # fmt: skip
+@given(
+    n=st.integers(0, 70),
+    dim=st.sampled_from([20, 48, 130]),
+    experts=st.integers(1, 18),
+    blocks=st.integers(2, 20),
+    seed=st.integers(0, 10_000),
+    spread=st.sampled_from([0.01, 1.0, 10.0]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
 def test_routing_equals_the_reference(n, dim, experts, blocks, seed, spread, dtype):
     torch.manual_seed(seed)
     weight = random(experts + 1, dim) * spread / dim**0.5
@@ -427,9 +462,16 @@ def check_layer(layer: UniFMoELayer, x: Tensor, token_mask: Tensor | None = None
 
 @pytest.mark.parametrize(
     "sizes",
-    [dict(), dict(experts=1), dict(hidden=32, blocks=2), dict(dim=48, hidden=144, blocks=3), dict(capacity_factor=0.7),
-     dict(shared_demand=0.4, fixed_experts=2, block_choice="prefix"), dict(hidden_dropout=0.3)],
-)  # fmt: skip
+    [
+        dict(),
+        dict(experts=1),
+        dict(hidden=32, blocks=2),
+        dict(dim=48, hidden=144, blocks=3),
+        dict(capacity_factor=0.7),
+        dict(shared_demand=0.4, fixed_experts=2, block_choice="prefix"),
+        dict(hidden_dropout=0.3),
+    ],
+)
 def test_layer(sizes):
     layer = make_layer(**sizes)
     check_layer(layer, random(3, 5, layer.config.model_dim))

@@ -11,9 +11,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _TYPES = {
-    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64",
-    torch.uint8: "u8", torch.float64: "fp64",
-}  # fmt: skip
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+    torch.float64: "fp64",
+}
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,24 @@ __version__ = "0.1.0"
 __all__ = ["Routing", "UniFMoEConfig", "UniFMoELayer", "diversity_loss", "upcycle"]
 
 _HOMES = {
-    "Routing": "routing", "UniFMoEConfig": "config", "UniFMoELayer": "layer", "diversity_loss": "upcycling",
+    "Routing": "routing",
+    "UniFMoEConfig": "config",
+    "UniFMoELayer": "layer",
+    "diversity_loss": "upcycling",
     "upcycle": "upcycling",
-}  # fmt: skip
+}
 _MODULES = (
-    "config", "dispatch", "errors", "expert_layer", "experts", "kernels", "layer", "routing", "upcycling", "usage",
-)  # fmt: skip
+    "config",
+    "dispatch",
+    "errors",
+    "expert_layer",
+    "experts",
+    "kernels",
+    "layer",
+    "routing",
+    "upcycling",
+    "usage",
+)
 
 saved_models.watch()
 

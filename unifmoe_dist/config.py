@@ -317,9 +317,7 @@ class AlgorithmConfig:
             _check(0 <= value < float("inf"), f"algorithm.{name} must be at least 0, not {value}.")
         ratio, temperature = self.dmda.channel_ratio, self.dmda.temperature
         _check(0 < ratio <= 1, f"algorithm.dmda.channel_ratio must be above 0 and at most 1, not {ratio}.")
-        _check(
-            0 < temperature < float("inf"), f"algorithm.dmda.temperature must be above 0, not {temperature}."
-        )
+        _check(0 < temperature < float("inf"), f"algorithm.dmda.temperature must be above 0, not {temperature}.")
         for name, width in (("expert_dim", self.dmda.expert_dim), ("approximator_dim", self.dmda.approximator_dim)):
             _check(width >= 4, f"algorithm.dmda.{name} must be at least 4, not {width}.")
 
@@ -516,11 +514,8 @@ class TrainConfig:
             )
             _check_capacity_factor("model.capacity_factor", self.model.capacity_factor)
             model = self.model
-            _check_policies(
-                "model.", model.num_experts, model.shared_demand, model.fixed_experts, model.block_choice
-            )
+            _check_policies("model.", model.num_experts, model.shared_demand, model.fixed_experts, model.block_choice)
             _check(bool(self.model.layers), "model.layers is empty; name at least one layer or set model.moe none.")
-
 
     def expert_parallel_size(self, world_size: int) -> int:
         """Ranks that share one set of residual experts: what was asked for, or what auto means on so many ranks."""
@@ -541,9 +536,11 @@ def _check_task(config: TrainConfig) -> None:
     ignored: dict[str, bool] = {}
     if task in ("digits", "acceptability"):
         ignored = {
-            "data.root": data.root is not None, "model.backbone": model.backbone is not None,
-            "model.pretrained": task == "digits" and model.pretrained is not None, "model.dropout": model.dropout != 0,
-        }  # fmt: skip
+            "data.root": data.root is not None,
+            "model.backbone": model.backbone is not None,
+            "model.pretrained": task == "digits" and model.pretrained is not None,
+            "model.dropout": model.dropout != 0,
+        }
     if task not in get_args(DomainBedName):
         ignored["model.drop_path"] = model.drop_path != 0
         ignored["data.image_size"] = data.image_size != DataConfig.image_size

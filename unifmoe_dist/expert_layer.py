@@ -81,9 +81,7 @@ class ExpertLayer(nn.Module, Generic[Config]):
     rank_sums: ClassVar[tuple[str, ...]] = ()
     """Names of buffers to which every rank adds what its own tokens give."""
 
-    def __init__(
-        self, config: Config, expert_group: dist.ProcessGroup | None = None, dispatcher: str = "auto"
-    ) -> None:
+    def __init__(self, config: Config, expert_group: dist.ProcessGroup | None = None, dispatcher: str = "auto") -> None:
         super().__init__()
         self.config = config
         group_size = 1 if expert_group is None else dist.get_world_size(expert_group)
@@ -204,9 +202,13 @@ class ExpertLayer(nn.Module, Generic[Config]):
         return [*(self._locate(name)[0] for name in self.replicated), self.experts]
 
     def load_ffn(
-        self, expert: str | int, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor,
+        self,
+        expert: str | int,
+        up_weight: Tensor,
+        up_bias: Tensor | None,
+        down_weight: Tensor,
         down_bias: Tensor | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Copy a dense FFN, in nn.Linear layouts (H, d), (H,), (d, H), (d,), into one expert.
 
         Args:

@@ -54,9 +54,16 @@ def _inside_deepspeed() -> bool:
 
 # What a tensor's copies are made with; all else gives plain tensors.
 _COPIES = {
-    Tensor.detach, Tensor.clone, Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.contiguous, Tensor.new_empty,
-    torch.empty_like, torch.clone,
-}  # fmt: skip
+    Tensor.detach,
+    Tensor.clone,
+    Tensor.to,
+    Tensor.cpu,
+    Tensor.cuda,
+    Tensor.contiguous,
+    Tensor.new_empty,
+    torch.empty_like,
+    torch.clone,
+}
 
 
 class ExpertPart(Tensor):

@@ -170,9 +170,7 @@ class _KeptGram(torch.autograd.Function):
         return grad.to(gradient.dtype) * gradient
 
 
-def route(
-    x_ND: Tensor, weight_KD: Tensor, prototypes_BD: Tensor, policies: RouterPolicies | None = None
-) -> Routing:  # fmt: skip
+def route(x_ND: Tensor, weight_KD: Tensor, prototypes_BD: Tensor, policies: RouterPolicies | None = None) -> Routing:
     """The routing equations, in the dtype of the inputs (the layer always passes float32).
 
     Gradient reaches the shared row through alpha and the other rows through the gates. Block choice, b, k and the

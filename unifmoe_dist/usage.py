@@ -45,10 +45,15 @@ class UsageSummary:
         means = (totals[1:] / max(tokens, 1)).tolist()
         block_compute, expert_count, shared_block_count, shared_demand, dropped = means[:5]
         return UsageSummary(
-            tokens, block_compute, expert_count, shared_block_count, shared_demand,
+            tokens,
+            block_compute,
+            expert_count,
+            shared_block_count,
+            shared_demand,
             dropped / (dropped + expert_count) if dropped else 0.0,
-            means[5 : 5 + num_experts], means[5 + num_experts :],
-        )  # fmt: skip
+            means[5 : 5 + num_experts],
+            means[5 + num_experts :],
+        )
 
 
 def recomputing() -> bool:

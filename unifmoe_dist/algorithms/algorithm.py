@@ -35,9 +35,13 @@ class Algorithm(nn.Module):
     """Whether it compares environments, and so needs at least two."""
 
     def __init__(
-        self, model: nn.Module, environments: int, num_classes: int, options: AlgorithmConfig,
+        self,
+        model: nn.Module,
+        environments: int,
+        num_classes: int,
+        options: AlgorithmConfig,
         make_model: Callable[[], nn.Module],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.model = model
         self.environments = environments
@@ -71,9 +75,7 @@ class Algorithm(nn.Module):
 
     def _share(self, tensor: Tensor) -> int:
         if len(tensor) == 0 or len(tensor) % self.environments:
-            raise ValueError(
-                f"a batch of {len(tensor)} items does not hold {self.environments} environments equally"
-            )
+            raise ValueError(f"a batch of {len(tensor)} items does not hold {self.environments} environments equally")
         return len(tensor) // self.environments
 
 

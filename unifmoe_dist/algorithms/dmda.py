@@ -72,9 +72,13 @@ class DMDA(Algorithm):
     """Trains a model with a SelectiveHead; the class expert, its embedding and the approximator are for training."""
 
     def __init__(
-        self, model: nn.Module, environments: int, num_classes: int, options: AlgorithmConfig,
+        self,
+        model: nn.Module,
+        environments: int,
+        num_classes: int,
+        options: AlgorithmConfig,
         make_model: Callable[[], nn.Module],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(model, environments, num_classes, options, make_model)
         self.options = options.dmda
         channels = self.head.classifier.in_features
@@ -102,9 +106,7 @@ class DMDA(Algorithm):
         expert_loss = F.cross_entropy(expert_logits, labels)
         semantics = (expert_logits / self.options.temperature).softmax(-1).to(kept.dtype)
         pair = kept + self.extra["embedding"](semantics) * mask
-        environment_logits = self.extra["approximator"](
-            ReversedGradient.apply(pair, self.alignment_strength(step))
-        )
+        environment_logits = self.extra["approximator"](ReversedGradient.apply(pair, self.alignment_strength(step)))
         alignment_loss = F.cross_entropy(environment_logits.float(), self.environment_of(labels))
         with torch.no_grad():  # without the labels, as deployed
             logits = head(features)

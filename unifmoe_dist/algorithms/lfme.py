@@ -37,9 +37,13 @@ class LFME(Algorithm):
     """
 
     def __init__(
-        self, model: nn.Module, environments: int, num_classes: int, options: AlgorithmConfig,
+        self,
+        model: nn.Module,
+        environments: int,
+        num_classes: int,
+        options: AlgorithmConfig,
         make_model: Callable[[], nn.Module],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(model, environments, num_classes, options, make_model)
         self.experts = [make_model() for _ in range(environments)]
         self.extra["experts"] = nn.ModuleList(self.experts)
@@ -48,9 +52,7 @@ class LFME(Algorithm):
     def forward(self, inputs: dict[str, Tensor], labels: Tensor, step: int) -> tuple[Tensor, Tensor]:
         parts = {name: self.per_environment(value) for name, value in inputs.items()}
         expert_losses, guides = [], []
-        for e, (expert, own_labels) in enumerate(
-            zip(self.experts, self.per_environment(labels), strict=True)
-        ):
+        for e, (expert, own_labels) in enumerate(zip(self.experts, self.per_environment(labels), strict=True)):
             expert_logits = logits_of(expert(**{name: part[e] for name, part in parts.items()})).float()
             expert_losses.append(F.cross_entropy(expert_logits, own_labels))
             guides.append(expert_logits.detach().softmax(-1))

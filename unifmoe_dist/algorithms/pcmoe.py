@@ -35,9 +35,13 @@ class PCMoE(Algorithm):
     """The model, a linear expert per training environment, and a gate over them."""
 
     def __init__(
-        self, model: nn.Module, environments: int, num_classes: int, options: AlgorithmConfig,
+        self,
+        model: nn.Module,
+        environments: int,
+        num_classes: int,
+        options: AlgorithmConfig,
         make_model: Callable[[], nn.Module],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(model, environments, num_classes, options, make_model)
         self.options = options.pcmoe
         channels = classifier_of(model, "pcmoe").in_features
@@ -67,7 +71,5 @@ class PCMoE(Algorithm):
         Trains the gate alone: features (N, D) and expert_logits (N, E, C) get no gradient.
         """
         is_own = F.one_hot(own, self.environments).bool()
-        log_gates = (
-            self.extra["gate"](features.detach()).float().masked_fill(is_own, -torch.inf).log_softmax(-1)
-        )
+        log_gates = self.extra["gate"](features.detach()).float().masked_fill(is_own, -torch.inf).log_softmax(-1)
         return torch.logsumexp(log_gates[:, :, None] + expert_logits.detach().log_softmax(-1), dim=1)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from unifmoe_dist.data.task import TaskData
 
 __all__ = ["TaskData", "acceptability_task", "digits_task", "linear_baseline"]
-__getattr__ = names_of(__name__, {
-    "TaskData": "base", "acceptability_task": "acceptability", "digits_task": "digits", "linear_baseline": "digits",
-})  # fmt: skip
+__getattr__ = names_of(
+    __name__,
+    {"TaskData": "base", "acceptability_task": "acceptability", "digits_task": "digits", "linear_baseline": "digits"},
+)

@@ -115,57 +115,76 @@ BENCHMARKS = {
     benchmark.name: benchmark
     for benchmark in (
         Benchmark(
-            "pacs", "PACS", "PACS",
+            "pacs",
+            "PACS",
+            "PACS",
             (
-                Environment("Art", "art_painting", 2048), Environment("Cartoon", "cartoon", 2344),
-                Environment("Photo", "photo", 1670), Environment("Sketch", "sketch", 3929),
+                Environment("Art", "art_painting", 2048),
+                Environment("Cartoon", "cartoon", 2344),
+                Environment("Photo", "photo", 1670),
+                Environment("Sketch", "sketch", 3929),
             ),
             7,
             (_drive("PACS.zip", "1JFr8f805nMUelQWWmfnJR3y4_SYoN5Pd"),),
             classes=("dog", "elephant", "giraffe", "guitar", "horse", "house", "person"),
         ),
         Benchmark(
-            "vlcs", "VLCS", "VLCS",
+            "vlcs",
+            "VLCS",
+            "VLCS",
             (
-                Environment("Caltech101", "Caltech101", 1415), Environment("LabelMe", "LabelMe", 2656),
-                Environment("SUN09", "SUN09", 3282), Environment("VOC2007", "VOC2007", 3376),
+                Environment("Caltech101", "Caltech101", 1415),
+                Environment("LabelMe", "LabelMe", 2656),
+                Environment("SUN09", "SUN09", 3282),
+                Environment("VOC2007", "VOC2007", 3376),
             ),
             5,
             (_drive("VLCS.tar.gz", "1skwblH1_okBwxWxmRsp9_qi15hyPpxg8"),),
             classes=("bird", "car", "chair", "dog", "person"),
         ),
         Benchmark(
-            "officehome", "OfficeHome", "office_home",
+            "officehome",
+            "OfficeHome",
+            "office_home",
             (
-                Environment("Art", "Art", 2427), Environment("Clipart", "Clipart", 4365),
-                Environment("Product", "Product", 4439), Environment("Real World", "Real World", 4357),
+                Environment("Art", "Art", 2427),
+                Environment("Clipart", "Clipart", 4365),
+                Environment("Product", "Product", 4439),
+                Environment("Real World", "Real World", 4357),
             ),
             65,
             (_drive("office_home.zip", "1uY0pj7oFsjMxRwaD3Sxy0jgel0fsYXLC"),),
         ),
         # Counts: github.com/khanrc/miro/issues/9, which also reports that today's archives give 24,330 images.
         Benchmark(
-            "terraincognita", "TerraIncognita", "terra_incognita",
+            "terraincognita",
+            "TerraIncognita",
+            "terra_incognita",
             (
-                Environment("L100", "location_100", 4879), Environment("L38", "location_38", 9767),
-                Environment("L43", "location_43", 4020), Environment("L46", "location_46", 6122),
+                Environment("L100", "location_100", 4879),
+                Environment("L38", "location_38", 9767),
+                Environment("L43", "location_43", 4020),
+                Environment("L46", "location_46", 6122),
             ),
             10,
             (
                 Archive(f"{TERRA_IMAGES}.tar.gz", f"{_LILA}/{TERRA_IMAGES}.tar.gz"),
                 Archive("eccv_18_annotations.tar.gz", f"{_LILA}/eccv_18_annotations.tar.gz"),
             ),
-            classes=(
-                "bird", "bobcat", "cat", "coyote", "dog", "empty", "opossum", "rabbit", "raccoon", "squirrel",
-            ),
+            classes=("bird", "bobcat", "cat", "coyote", "dog", "empty", "opossum", "rabbit", "raccoon", "squirrel"),
             other_totals=(24330,),
         ),
         Benchmark(
-            "domainnet", "DomainNet", "domain_net",
+            "domainnet",
+            "DomainNet",
+            "domain_net",
             (
-                Environment("Clipart", "clipart", 48129), Environment("Infograph", "infograph", 51605),
-                Environment("Painting", "painting", 72266), Environment("Quickdraw", "quickdraw", 172500),
-                Environment("Real", "real", 172947), Environment("Sketch", "sketch", 69128),
+                Environment("Clipart", "clipart", 48129),
+                Environment("Infograph", "infograph", 51605),
+                Environment("Painting", "painting", 72266),
+                Environment("Quickdraw", "quickdraw", 172500),
+                Environment("Real", "real", 172947),
+                Environment("Sketch", "sketch", 69128),
             ),
             345,
             (
@@ -185,5 +204,5 @@ BENCHMARKS = {
             ),
         ),
     )
-}  # fmt: skip
+}
 """By the value of `data.task`."""

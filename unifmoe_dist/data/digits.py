@@ -173,9 +173,7 @@ class ConvStem(nn.Sequential):
         )
 
 
-def build_digits_vit(
-    embed_dim: int = 64, depth: int = 6, num_heads: int = 4, dropout: float = 0.0
-) -> nn.Module:
+def build_digits_vit(embed_dim: int = 64, depth: int = 6, num_heads: int = 4, dropout: float = 0.0) -> nn.Module:
     """A small timm ``VisionTransformer`` for ``(N, 1, 16, 16)`` images: 4 patches and a class token.
 
     The FFN is ``4 * embed_dim`` wide; parameters come from torch's global generator; logits are ``(N, 10)``.

@@ -74,11 +74,16 @@ def domainbed_task(
         environments=tuple(benchmark.environments[index].name for index in kept),
         collate=collate_images,
         build_model=partial(
-            build_backbone, backbone or DEFAULT_BACKBONE, benchmark.num_classes, image_size, pretrained,
-            dropout=dropout, drop_path=drop_path,
+            build_backbone,
+            backbone or DEFAULT_BACKBONE,
+            benchmark.num_classes,
+            image_size,
+            pretrained,
+            dropout=dropout,
+            drop_path=drop_path,
         ),
         augment=TrainingTransform(image_size),
-    )  # fmt: skip
+    )
 
 
 def split(count: int, split_seed: int, environment: int) -> tuple[np.ndarray, np.ndarray]:

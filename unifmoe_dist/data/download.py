@@ -18,9 +18,7 @@ TRIES = 5
 CHUNK = 1 << 20
 
 
-def download(
-    url: str, path: Path, checksum: str | None = None, progress: bool = True, pause: float = 2.0
-) -> None:
+def download(url: str, path: Path, checksum: str | None = None, progress: bool = True, pause: float = 2.0) -> None:
     """Fetch a file over HTTP; nothing happens if it is there already.
 
     What has arrived waits under `path` + ".part", and a later call goes on from there if the file on the server is
@@ -92,9 +90,7 @@ def _fetch(url: str, part: Path, progress: bool) -> None:
         total = None if length is None else have + int(length)
         with (
             part.open("ab" if resumed else "wb") as handle,
-            tqdm(
-                total=total, initial=have, desc=part.stem, unit="B", unit_scale=True, disable=not progress
-            ) as bar,
+            tqdm(total=total, initial=have, desc=part.stem, unit="B", unit_scale=True, disable=not progress) as bar,
         ):
             while chunk := response.read(CHUNK):
                 handle.write(chunk)

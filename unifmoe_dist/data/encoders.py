@@ -103,7 +103,10 @@ class Encoder:
                 return AutoModelForSequenceClassification.from_config(config).float()
             # A checkpoint may bring a classifier of another width, which is drawn anew.
             model, loaded = AutoModelForSequenceClassification.from_pretrained(
-                self.source, config=config, ignore_mismatched_sizes=True, output_loading_info=True,
+                self.source,
+                config=config,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
                 trust_remote_code=False,
             )
         drawn = [*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])]
@@ -128,10 +131,16 @@ class Encoder:
             from transformers import BertConfig, BertForSequenceClassification
 
             width, layers, heads, hidden, vocabulary = _BERT_SIZES[name]
-            return BertForSequenceClassification(BertConfig(
-                hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=hidden,
-                vocab_size=vocabulary, **given,
-            ))  # fmt: skip
+            return BertForSequenceClassification(
+                BertConfig(
+                    hidden_size=width,
+                    num_hidden_layers=layers,
+                    num_attention_heads=heads,
+                    intermediate_size=hidden,
+                    vocab_size=vocabulary,
+                    **given,
+                )
+            )
         try:
             return Encoder(self.source, "none").classifier(num_classes, dropout)
         except UserError as error:
@@ -186,9 +195,15 @@ def _tiny_config(given: dict[str, Any]) -> Any:
     from transformers import BertConfig
 
     return BertConfig(
-        vocab_size=len(_SPECIAL) + 2 * len(_CHARACTERS), hidden_size=64, intermediate_size=256, num_hidden_layers=4,
-        num_attention_heads=4, max_position_embeddings=128, attention_probs_dropout_prob=0.0, **given,
-    )  # fmt: skip
+        vocab_size=len(_SPECIAL) + 2 * len(_CHARACTERS),
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        attention_probs_dropout_prob=0.0,
+        **given,
+    )
 
 
 def _tiny_tokenizer() -> Any:
@@ -201,10 +216,14 @@ def _tiny_tokenizer() -> Any:
     core = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     core.normalizer = normalizers.BertNormalizer(lowercase=False)
     core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    core.post_processor = processors.BertProcessing(
-        ("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"])
-    )
+    core.post_processor = processors.BertProcessing(("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"]))
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
-        mask_token="[MASK]", model_max_length=128, model_input_names=["input_ids", "token_type_ids", "attention_mask"],
-    )  # fmt: skip
+        tokenizer_object=core,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+        model_max_length=128,
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    )

@@ -49,15 +49,29 @@ _PAIR = ("sentence1", "sentence2")
 FORMATS = {
     task.name: task
     for task in (
-        GlueFormat("cola", "CoLA", _BINARY, ("sentence",), "label", ("sentence",),
-                   header=("source", "label", "judgement", "sentence")),
+        GlueFormat(
+            "cola",
+            "CoLA",
+            _BINARY,
+            ("sentence",),
+            "label",
+            ("sentence",),
+            header=("source", "label", "judgement", "sentence"),
+        ),
         GlueFormat("mrpc", "MRPC", _BINARY, ("#1 String", "#2 String"), "Quality", _PAIR),
         GlueFormat("qnli", "QNLI", _ENTAILED, ("question", "sentence"), "label", ("question", "sentence")),
-        GlueFormat("mnli", "MNLI", ("entailment", "neutral", "contradiction"), _PAIR, "gold_label",
-                   ("premise", "hypothesis"), split="_matched"),
+        GlueFormat(
+            "mnli",
+            "MNLI",
+            ("entailment", "neutral", "contradiction"),
+            _PAIR,
+            "gold_label",
+            ("premise", "hypothesis"),
+            split="_matched",
+        ),
         GlueFormat("rte", "RTE", _ENTAILED, _PAIR, "label", _PAIR),
     )
-}  # fmt: skip
+}
 
 
 @dataclass

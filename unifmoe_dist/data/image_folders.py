@@ -94,9 +94,7 @@ def list_images(benchmark: Benchmark, root: str | Path | None) -> list[ImageFold
     for environment in benchmark.environments:
         folder = _environment_folder(benchmark, dataset, environment)
         try:
-            classes = tuple(
-                sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and _shown(entry.name))
-            )
+            classes = tuple(sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and _shown(entry.name)))
             _check_classes(benchmark, folder, classes, found[0] if found else None)
             found.append(_list_environment(environment, folder, classes, duplicates))
         except OSError as error:
@@ -127,9 +125,7 @@ def _environment_folder(benchmark: Benchmark, dataset: Path, environment: Enviro
     )
 
 
-def _check_classes(
-    benchmark: Benchmark, folder: Path, classes: tuple[str, ...], first: ImageFolder | None
-) -> None:
+def _check_classes(benchmark: Benchmark, folder: Path, classes: tuple[str, ...], first: ImageFolder | None) -> None:
     expected, source = benchmark.classes, benchmark.title
     if expected is None:
         if first is None:

@@ -89,12 +89,7 @@ def decode(path: Path) -> tuple[Image.Image, bool]:
             raise
         except OSError:  # truncated, most likely
             return _decode_truncated(path), False
-    except (
-        OSError,
-        SyntaxError,
-        ValueError,
-        Image.DecompressionBombError,
-    ) as error:  # as Pillow's readers raise
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # as Pillow's readers raise
         raise NotAnImage(str(error)) from error
 
 

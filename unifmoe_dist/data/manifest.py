@@ -27,9 +27,7 @@ def count_classes(folder: ImageFolder) -> dict[str, int]:
     return {name: int((folder.labels == label).sum()) for label, name in enumerate(folder.classes)}
 
 
-def write_manifest(
-    dataset: Path, name: str, archives: list[dict[str, Any]], folders: list[ImageFolder]
-) -> None:
+def write_manifest(dataset: Path, name: str, archives: list[dict[str, Any]], folders: list[ImageFolder]) -> None:
     """Write the manifest in one step.
 
     Args:
@@ -43,11 +41,13 @@ def write_manifest(
         "archives": archives,
         "environments": {
             folder.environment.folder: {
-                "images": len(folder), "sha256": digest(folder), "classes": count_classes(folder),
+                "images": len(folder),
+                "sha256": digest(folder),
+                "classes": count_classes(folder),
             }
             for folder in folders
         },
-    }  # fmt: skip
+    }
     temporary = dataset / f"{MANIFEST}.tmp"
     temporary.write_text(json.dumps(content, indent=1))
     os.replace(temporary, dataset / MANIFEST)

@@ -27,9 +27,7 @@ def fetch_archives(benchmark: Benchmark, folder: Path, progress: bool = True) ->
     Raises:
         UserError: the archives are where only a browser gets them, or a download failed.
     """
-    absent = [
-        archive for archive in benchmark.archives if archive.by_hand and not (folder / archive.file).is_file()
-    ]
+    absent = [archive for archive in benchmark.archives if archive.by_hand and not (folder / archive.file).is_file()]
     if absent:
         raise UserError(
             f"{benchmark.title}'s official archive is on a host that asks for confirmation in a browser: download "
@@ -66,9 +64,7 @@ def prepare(benchmark: Benchmark, archives: Sequence[Path], root: Path, progress
             unpack(archive, work / "unpacked", progress)
         made = work / benchmark.folder
         made.mkdir()
-        if benchmark.name == "terraincognita" and (
-            annotations := _find(work / "unpacked", TERRA_ANNOTATIONS)
-        ):
+        if benchmark.name == "terraincognita" and (annotations := _find(work / "unpacked", TERRA_ANNOTATIONS)):
             _arrange_terra(benchmark, work / "unpacked", annotations, made)
         else:
             _arrange(benchmark, work / "unpacked", made)
@@ -136,9 +132,7 @@ def _arrange_terra(benchmark: Benchmark, unpacked: Path, annotations: Path, made
             for kind, values in json.loads(file.read_text()).items():
                 records[kind] += values
         except (ValueError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"{file.name} in the annotations cannot be read ({error}); download them again."
-            ) from error
+            raise UserError(f"{file.name} in the annotations cannot be read ({error}); download them again.") from error
     assert benchmark.classes is not None
     locations = {environment.folder for environment in benchmark.environments}
     names = {category["id"]: category["name"] for category in records["categories"]}

@@ -184,9 +184,7 @@ def _move(words: list[str], rng: random.Random) -> list[str] | None:
         return None
     i = rng.choice(places)
     rest = words[:i] + words[i + 1 :]
-    targets = [
-        j for j in range(1, len(rest)) if abs(j - i) >= 3 and rest[j] != words[i] and rest[j - 1] != words[i]
-    ]
+    targets = [j for j in range(1, len(rest)) if abs(j - i) >= 3 and rest[j] != words[i] and rest[j - 1] != words[i]]
     if not targets:
         return None
     j = rng.choice(targets)

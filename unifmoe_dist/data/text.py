@@ -37,9 +37,13 @@ class EncodedTexts(Dataset):
     """
 
     def __init__(
-        self, texts: Sequence[str], labels: Sequence[int], tokenizer: Any, pairs: Sequence[str] | None = None,
+        self,
+        texts: Sequence[str],
+        labels: Sequence[int],
+        tokenizer: Any,
+        pairs: Sequence[str] | None = None,
         longest: int = MAX_LENGTH,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.texts, self.labels = list(texts), list(labels)
         self.pairs = None if pairs is None else list(pairs)
         large = len(self.texts) >= token_cache.FEWEST
@@ -61,9 +65,7 @@ class EncodedTexts(Dataset):
         return self._ids[part].tolist(), self._types[part].tolist(), self.labels[index]
 
 
-def tokenise(
-    tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, longest: int = MAX_LENGTH
-) -> Tokens:
+def tokenise(tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, longest: int = MAX_LENGTH) -> Tokens:
     """Texts, or pairs of texts, as flat arrays."""
     ids, types, lengths = [np.zeros(0, np.int32)], [np.zeros(0, np.uint8)], [np.zeros(0, np.int32)]
     for first in range(0, len(texts), _AT_ONCE):

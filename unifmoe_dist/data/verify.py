@@ -75,9 +75,7 @@ class Report:
         yield f"{self.dataset}: {self.images:,} images ({' or '.join(f'{n:,}' for n in self.published)} published)"
         for env in self.environments:
             smallest = min(env.classes, key=lambda name: env.classes[name])
-            state = {None: "no manifest", True: "DIFFERS from the manifest", False: "as in the manifest"}[
-                env.changed
-            ]
+            state = {None: "no manifest", True: "DIFFERS from the manifest", False: "as in the manifest"}[env.changed]
             yield (
                 f"  {env.name} ({env.folder}): {env.images:,} images ({env.published:,} published), "
                 f"{len(env.classes)} classes, fewest {smallest} ({env.classes[smallest]}); {state}"
@@ -112,25 +110,29 @@ def verify(benchmark: Benchmark, root: Path | None, workers: int = 0, progress: 
     manifest = read_manifest(dataset)
     environments = []
     for folder in folders:
-        recorded = (
-            (manifest or {"environments": {}})["environments"]
-            .get(folder.environment.folder, {})
-            .get("sha256")
-        )
+        recorded = (manifest or {"environments": {}})["environments"].get(folder.environment.folder, {}).get("sha256")
         environments.append(
             EnvironmentReport(
-                folder.environment.name, folder.path.name, len(folder), folder.environment.images,
-                count_classes(folder), None if recorded is None else recorded != digest(folder),
+                folder.environment.name,
+                folder.path.name,
+                len(folder),
+                folder.environment.images,
+                count_classes(folder),
+                None if recorded is None else recorded != digest(folder),
             )
-        )  # fmt: skip
+        )
     corrupt, truncated = _decode_all(folders, workers, progress)
     listed = read_duplicates(benchmark, dataset)
     left_out = sum((dataset / name).is_file() for name in listed)
     unknown = benchmark.duplicates is not None and not listed
     return Report(
-        dataset, environments, (benchmark.images, *benchmark.other_totals), corrupt, truncated,
+        dataset,
+        environments,
+        (benchmark.images, *benchmark.other_totals),
+        corrupt,
+        truncated,
         None if unknown else left_out,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -150,16 +152,12 @@ def examine(file: str) -> Examination:
         return Examination(file, False, str(error))
 
 
-def _decode_all(
-    folders: list[ImageFolder], workers: int, progress: bool
-) -> tuple[list[tuple[str, str]], list[str]]:
+def _decode_all(folders: list[ImageFolder], workers: int, progress: bool) -> tuple[list[tuple[str, str]], list[str]]:
     """Corrupt files with the reason, and truncated ones."""
     files = [str(folder.file(index)) for folder in folders for index in range(len(folder))]
     corrupt: list[tuple[str, str]] = []
     truncated: list[str] = []
-    for result in tqdm(
-        _examined(files, workers), "decoding", len(files), unit=" images", disable=not progress
-    ):
+    for result in tqdm(_examined(files, workers), "decoding", len(files), unit=" images", disable=not progress):
         if result.fault is not None:
             corrupt.append((result.file, result.fault))
         elif not result.whole:

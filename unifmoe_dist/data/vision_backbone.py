@@ -122,9 +122,7 @@ def _weight_file(path: Path) -> Path:
             f"model.pretrained {path} holds {len(found)} weight files ({', '.join(_WEIGHT_SUFFIXES)}); give the file "
             "itself."
         )
-    raise UserError(
-        f"model.pretrained {path} does not exist; give a weight file, a folder with one, or none."
-    )
+    raise UserError(f"model.pretrained {path} does not exist; give a weight file, a folder with one, or none.")
 
 
 def _load_file(model: Any, file: Path) -> None:
@@ -143,13 +141,9 @@ def _load_file(model: Any, file: Path) -> None:
             if not (name.startswith(heads) and name in own and own[name].shape != weight.shape)
         }
         missing, unexpected = model.load_state_dict(weights, strict=False)
-    except (
-        Exception
-    ) as error:  # not a weight file, other shapes: torch, pickle and safetensors each raise their own
+    except Exception as error:  # not a weight file, other shapes: torch, pickle and safetensors each raise their own
         why = " ".join(str(error).split())[:300]
-        raise UserError(
-            f"model.pretrained {file} does not fit the backbone ({why}); give its own weights."
-        ) from error
+        raise UserError(f"model.pretrained {file} does not fit the backbone ({why}); give its own weights.") from error
     missing = [name for name in missing if not name.startswith(heads)]
     if missing or unexpected:
         raise UserError(

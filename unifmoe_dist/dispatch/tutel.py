@@ -68,9 +68,7 @@ class TutelDispatcher:
 
 
 class _TutelExchange:
-    def __init__(
-        self, dispatcher: TutelDispatcher, x: Tensor, gates: Tensor, blocks: Tensor, needs: list[int]
-    ) -> None:
+    def __init__(self, dispatcher: TutelDispatcher, x: Tensor, gates: Tensor, blocks: Tensor, needs: list[int]) -> None:
         group, size = dispatcher.group, dispatcher.size
         self.num_experts, self.local, self.num_blocks = gates.shape[1], gates.shape[1] // size, blocks.shape[1]
         payload = torch.cat([x.float(), pack_bits(blocks).float()], dim=1)
@@ -139,9 +137,13 @@ def _agree(group: dist.ProcessGroup | None, size: int, active: Tensor, needs: li
     loads = [row[:experts] for row in host]
     own = host[0 if size == 1 else dist.get_rank(group)]
     return _Plan(
-        heard[:, :experts], loads, max(1, *(max(row) for row in loads)), max(1, own[experts]),
-        any(row[-2] for row in host), any(row[-1] for row in host),
-    )  # fmt: skip
+        heard[:, :experts],
+        loads,
+        max(1, *(max(row) for row in loads)),
+        max(1, own[experts]),
+        any(row[-2] for row in host),
+        any(row[-1] for row in host),
+    )
 
 
 def _critical_data(active: Tensor, gates: Tensor, plan: _Plan) -> tuple:

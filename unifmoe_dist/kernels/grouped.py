@@ -48,9 +48,18 @@ def grouped_block_ffn(
         tensors = [weights.keys, weights.values, weights.key_bias, weights.value_bias]
         keys, values, key_bias, value_bias = (None if t is None else t.to(dtype) for t in tensors)
         output = _GroupedBlockFFN.apply(
-            x_ND.to(dtype), gates_NE, blocks_NB, keys, values, key_bias, value_bias, weights.num_blocks,
-            weights.activation, recording, dropout,
-        )  # fmt: skip
+            x_ND.to(dtype),
+            gates_NE,
+            blocks_NB,
+            keys,
+            values,
+            key_bias,
+            value_bias,
+            weights.num_blocks,
+            weights.activation,
+            recording,
+            dropout,
+        )
         return output.to(x_ND.dtype)
 
 
@@ -102,10 +111,19 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
 class _GroupedBlockFFN(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0913
-        ctx: Any, x: Tensor, gates: Tensor, blocks: Tensor, keys: Tensor, values: Tensor,
-        key_bias: Tensor | None, value_bias: Tensor | None, num_blocks: int, activation: str, recording: bool,
+        ctx: Any,
+        x: Tensor,
+        gates: Tensor,
+        blocks: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        key_bias: Tensor | None,
+        value_bias: Tensor | None,
+        num_blocks: int,
+        activation: str,
+        recording: bool,
         dropout: HiddenDropout | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         active = gates != 0  # true for NaN, so that a NaN token stays NaN
         ctx.chunks, ctx.activation, ctx.num_blocks = list(_chunks(active, blocks)), activation, num_blocks
         ctx.dropout = dropout
@@ -177,9 +195,18 @@ class _GroupedBlockFFN(torch.autograd.Function):
         if grad_key_bias is not None:
             grad_key_bias = grad_key_bias.to(keys.dtype).view_as(key_bias)
         return (
-            grad_x.to(x.dtype), grad_gates.to(gates.dtype), None, grad_keys.view_as(keys), grad_values.view_as(values),
-            grad_key_bias, grad_value_bias, None, None, None, None,
-        )  # fmt: skip
+            grad_x.to(x.dtype),
+            grad_gates.to(gates.dtype),
+            None,
+            grad_keys.view_as(keys),
+            grad_values.view_as(values),
+            grad_key_bias,
+            grad_value_bias,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _scaled_gates(gates: Tensor, dropout: HiddenDropout | None, dtype: torch.dtype) -> Tensor:

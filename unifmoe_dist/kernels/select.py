@@ -65,9 +65,7 @@ def block_ffn(
     if _triton_for(x_ND, weights, dropout):
         from unifmoe_dist.kernels.triton.ffn import TritonOptions, triton_block_ffn
 
-        return triton_block_ffn(
-            x_ND, gates_NE, blocks_NB, weights, options=TritonOptions(**_options), dropout=dropout
-        )  # fmt: skip
+        return triton_block_ffn(x_ND, gates_NE, blocks_NB, weights, options=TritonOptions(**_options), dropout=dropout)
     kernel = reference_block_ffn if _choice == "reference" or in_transform() else grouped_block_ffn
     return kernel(x_ND, gates_NE, blocks_NB, weights, dropout)
 
@@ -89,9 +87,15 @@ def shared_and_residual_ffn(
             else:
                 gates = made.coefficients
             return triton_block_ffn(
-                x_ND, gates, routing.shared_blocks, residual, shared, TritonOptions(**_options),
-                None if made is None else made.group_offsets, dropout,
-            )  # fmt: skip
+                x_ND,
+                gates,
+                routing.shared_blocks,
+                residual,
+                shared,
+                TritonOptions(**_options),
+                None if made is None else made.group_offsets,
+                dropout,
+            )
     with profile_range("shared_experts"):
         shared_output = block_ffn(x_ND, routing.shared_demand[:, None], routing.shared_blocks, shared, dropout)
     with profile_range("residual_experts"):
@@ -101,9 +105,7 @@ def shared_and_residual_ffn(
         return shared_output + residual_output
 
 
-def route_tokens(
-    x_ND: Tensor, router: Router, shared: BlockExperts, token_mask_N: Tensor | None = None
-) -> Routing:  # fmt: skip
+def route_tokens(x_ND: Tensor, router: Router, shared: BlockExperts, token_mask_N: Tensor | None = None) -> Routing:
     """The router's decision for (N, D) tokens, against the prototypes of the shared expert.
 
     `token_mask_N` (N,) bool, only where `masks_in_place` holds: a false token uses nothing and its row is all zeros.

@@ -44,7 +44,7 @@ def routing_works(x: Tensor, columns: int, num_blocks: int) -> bool:
 @not_compiled
 def _ffn_works(
     device: torch.device, dtype: torch.dtype, dim: int, width: int, activation: str, bias: bool, dropout: bool
-) -> bool:  # fmt: skip
+) -> bool:
     from unifmoe_dist.kernels.triton.ffn import triton_block_ffn
 
     def compare() -> list[tuple[Tensor, Tensor]]:

@@ -102,10 +102,14 @@ def _dynmoe(shape: dict[str, Any], options: LayerOptions, group: ProcessGroup | 
 def _mass(shape: dict[str, Any], options: LayerOptions, group: ProcessGroup | None, name: str) -> ExpertLayer:
     rule = mass_schedule(10 * options.expansion_steps, VISION)
     config = MASSConfig(
-        **shape, **_slots(options), mass_threshold=options.mass_threshold, expansion_steps=options.expansion_steps,
+        **shape,
+        **_slots(options),
+        mass_threshold=options.mass_threshold,
+        expansion_steps=options.expansion_steps,
         window=rule.window if options.mass_window is None else options.mass_window,
-        warmup=rule.warmup if options.mass_warmup is None else options.mass_warmup, untried=options.mass_untried,
-    )  # fmt: skip
+        warmup=rule.warmup if options.mass_warmup is None else options.mass_warmup,
+        untried=options.mass_untried,
+    )
     return MASSLayer(config, group, name)
 
 

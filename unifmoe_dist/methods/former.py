@@ -18,6 +18,7 @@ def former_options(method: str | None, expansion_steps: int | None) -> dict[str,
         return {"load_loss": "shazeer"}
     if method == "mass" and expansion_steps is not None:
         return {
-            "mass_window": max(2, min(200, expansion_steps * 2 // 5)), "mass_warmup": min(100, expansion_steps // 5)
-        }  # fmt: skip
+            "mass_window": max(2, min(200, expansion_steps * 2 // 5)),
+            "mass_warmup": min(100, expansion_steps // 5),
+        }
     return {}

@@ -48,9 +48,7 @@ class GatedExpertLayer(ExpertLayer[Config]):
     as in the methods' own code: with them, unlike with the outputs, the number of ranks matters a little.
     """
 
-    def __init__(
-        self, config: Config, expert_group: dist.ProcessGroup | None = None, dispatcher: str = "auto"
-    ) -> None:
+    def __init__(self, config: Config, expert_group: dist.ProcessGroup | None = None, dispatcher: str = "auto") -> None:
         super().__init__(config, expert_group, dispatcher)
         self._auxiliary: Tensor | None = None
 

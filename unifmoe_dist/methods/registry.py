@@ -58,14 +58,15 @@ METHODS: dict[str, Method] = {
         Method("dynmoe", "DynMoE", "dynamic", {"model.moe": "dynmoe"}),
         Method("mass", "MASS", "dynamic", {"model.moe": "mass"}),
         Method("unif", "UniF-MoE", "unif", {"model.moe": "unif"}),
-        Method("unif-fixed-alpha", "UniF-MoE, fixed α = 0.4", "ablation",
-               {"model.moe": "unif", "model.shared_demand": 0.4}),
-        Method("unif-top2", "UniF-MoE, top-2 experts", "ablation",
-               {"model.moe": "unif", "model.fixed_experts": 2}),
-        Method("unif-prefix", "UniF-MoE, prefix blocks", "ablation",
-               {"model.moe": "unif", "model.block_choice": "prefix"}),
+        Method(
+            "unif-fixed-alpha", "UniF-MoE, fixed α = 0.4", "ablation", {"model.moe": "unif", "model.shared_demand": 0.4}
+        ),
+        Method("unif-top2", "UniF-MoE, top-2 experts", "ablation", {"model.moe": "unif", "model.fixed_experts": 2}),
+        Method(
+            "unif-prefix", "UniF-MoE, prefix blocks", "ablation", {"model.moe": "unif", "model.block_choice": "prefix"}
+        ),
     )
-}  # fmt: skip
+}
 """Methods with a fixed name, in the order of the paper's tables."""
 
 
@@ -129,9 +130,7 @@ def find_method(name: str) -> Method:
         forms = ", ".join(f"unif-{study}-NUMBER" for study in STUDIES)
         known = ", ".join([*METHODS, *VARIANTS])
         raise UserError(f"method {name!r} is not known; choose from {known}, {forms}.") from None
-    return Method(
-        name, f"UniF-MoE, {study.symbol} = {match[2]}", "study", {"model.moe": "unif", study.option: value}
-    )
+    return Method(name, f"UniF-MoE, {study.symbol} = {match[2]}", "study", {"model.moe": "unif", study.option: value})
 
 
 def in_order(names: set[str]) -> list[str]:

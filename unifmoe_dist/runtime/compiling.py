@@ -42,9 +42,7 @@ def announced(name: str, say: Callable[[str], None] | None = None) -> Iterator[N
         say = _print
     over = threading.Event()
     lock = _lock(name)
-    watch = threading.Thread(
-        target=_watch, args=(lock, _is_anothers(lock), over, say), name="compiling", daemon=True
-    )
+    watch = threading.Thread(target=_watch, args=(lock, _is_anothers(lock), over, say), name="compiling", daemon=True)
     watch.start()
     try:
         yield

@@ -53,8 +53,12 @@ def watched(ranks: Any, silence: int) -> Iterator[None]:
     try:
         _watchdog = Watchdog(ranks.rank, ranks.world_size, silence, ranks.share, _leave_after_grace)
     except OSError as error:
-        print(f"warning: rank {ranks.rank} cannot watch the other ranks ({error}); if one fails, this one may wait "
-              "for the backend's timeout.", file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            f"warning: rank {ranks.rank} cannot watch the other ranks ({error}); if one fails, this one may wait "
+            "for the backend's timeout.",
+            file=sys.stderr,
+            flush=True,
+        )
     ranks.barrier()
     yield
     if _watchdog is not None:
@@ -136,11 +140,15 @@ def _leave_with(notice: Notice) -> NoReturn:
     rank = os.environ.get("RANK", "0")
     there = f" on {notice.host}" if notice.host != socket.gethostname() else ""
     if notice.how == "silent":
-        why = (f"rank {notice.rank}{there} no longer answers: its host is down, or the network between the hosts is "
-               "cut; once that is mended, the same command with --resume continues the run")  # fmt: skip
+        why = (
+            f"rank {notice.rank}{there} no longer answers: its host is down, or the network between the hosts is "
+            "cut; once that is mended, the same command with --resume continues the run"
+        )
     elif notice.how == "lost":
-        why = (f"rank {notice.rank} was lost{there}: its process ended without a message (killed, out of memory, or "
-               "crashed)")  # fmt: skip
+        why = (
+            f"rank {notice.rank} was lost{there}: its process ended without a message (killed, out of memory, or "
+            "crashed)"
+        )
     else:
         why = f"rank {notice.rank} failed{there}"
     print(f"rank {rank} stops because {why}", file=sys.stderr, flush=True)

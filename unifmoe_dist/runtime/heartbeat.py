@@ -1,7 +1,7 @@
 """A line every half minute from a command whose output is no terminal: there nobody sees its bars.
 
-    with beating():
-        doing("reading the data")
+with beating():
+    doing("reading the data")
 """
 
 from __future__ import annotations

@@ -80,9 +80,12 @@ def world_size_from_environment() -> int:
 
 @contextmanager
 def running_ranks(
-    expert_parallel_size: int, placement: str = "near", *, timeout_s: int = ParallelConfig.timeout_s,
+    expert_parallel_size: int,
+    placement: str = "near",
+    *,
+    timeout_s: int = ParallelConfig.timeout_s,
     host_timeout_s: int = ParallelConfig.host_timeout_s,
-) -> Iterator[Ranks]:  # fmt: skip
+) -> Iterator[Ranks]:
     """Join the job, yield this process's place in it, and tear down in one place.
 
     Args:
@@ -124,9 +127,13 @@ def running_ranks(
     try:
         if not dist.is_initialized() and (store := rendezvous.own_store(timeout)) is not None:
             dist.init_process_group(
-                backend, store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
-                timeout=timeout, device_id=device if cuda else None,
-            )  # fmt: skip
+                backend,
+                store=store,
+                rank=int(os.environ["RANK"]),
+                world_size=int(os.environ["WORLD_SIZE"]),
+                timeout=timeout,
+                device_id=device if cuda else None,
+            )
         # DeepSpeed prints on standard output, which is the command's own.
         with compiling.announced(compiling.SHARED_MEMORY), redirect_stdout(sys.stderr):
             deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)

@@ -9,9 +9,25 @@ import warnings
 from pathlib import Path
 
 _ASCII = {
-    "α": "alpha", "ε": "epsilon", "λ": "lambda", "μ": "mu", "σ": "sigma", "×": "x", "±": "+-", "°": " degrees",
-    "–": "-", "—": "-", "−": "-", "→": "->", "≥": ">=", "≤": "<=", "…": "...", "’": "'", "“": '"', "”": '"',
-}  # fmt: skip
+    "α": "alpha",
+    "ε": "epsilon",
+    "λ": "lambda",
+    "μ": "mu",
+    "σ": "sigma",
+    "×": "x",
+    "±": "+-",
+    "°": " degrees",
+    "–": "-",
+    "—": "-",
+    "−": "-",
+    "→": "->",
+    "≥": ">=",
+    "≤": "<=",
+    "…": "...",
+    "’": "'",
+    "“": '"',
+    "”": '"',
+}
 _ERRORS = "unifmoe_spelled_out"
 _OURS = (Path(__file__).parents[1], Path(__file__).parents[2] / "launch")
 
@@ -43,4 +59,3 @@ def _plain_warning(
     if category is UserWarning and any(Path(filename).is_relative_to(folder) for folder in _OURS):
         return f"warning: {message}\n"
     return _usual_format(message, category, filename, lineno, line)
-

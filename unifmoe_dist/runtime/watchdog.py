@@ -56,9 +56,13 @@ class Watchdog:
     """
 
     def __init__(
-        self, rank: int, world_size: int, silence: int, share: Callable[[str | None], str],
+        self,
+        rank: int,
+        world_size: int,
+        silence: int,
+        share: Callable[[str | None], str],
         on_notice: Callable[[Notice], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rank, self._silence = rank, silence
         self._host = socket.gethostname()
         self.notice: Notice | None = None
@@ -208,9 +212,11 @@ def _limit_silence(end: socket.socket, seconds: int) -> None:
     """Have the kernel end a connection whose other side does not answer for so long, whether it is idle or sending."""
     interval = max(1, seconds // 5)
     options = {
-        "TCP_KEEPIDLE": max(1, seconds - 3 * interval), "TCP_KEEPINTVL": interval, "TCP_KEEPCNT": 3,
+        "TCP_KEEPIDLE": max(1, seconds - 3 * interval),
+        "TCP_KEEPINTVL": interval,
+        "TCP_KEEPCNT": 3,
         "TCP_USER_TIMEOUT": 1000 * seconds,
-    }  # fmt: skip
+    }
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in options.items():
         if hasattr(socket, name):

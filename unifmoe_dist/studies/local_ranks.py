@@ -19,9 +19,16 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.runtime.launchers import free_port
 
 _PRELOADED = [
-    "torch", "torch._dynamo", "torch.utils.tensorboard", "deepspeed", "timm", "transformers.optimization",
-    "sklearn.datasets", "unifmoe_dist.train.trainer", "unifmoe_dist.studies.training_plots",
-]  # fmt: skip
+    "torch",
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+    "deepspeed",
+    "timm",
+    "transformers.optimization",
+    "sklearn.datasets",
+    "unifmoe_dist.train.trainer",
+    "unifmoe_dist.studies.training_plots",
+]
 
 
 def run_local_ranks(
@@ -55,9 +62,14 @@ def run_local_ranks(
         for rank in range(world_size):
             here, there = context.Pipe(duplex=False)
             environment = {
-                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": threads,
-            }  # fmt: skip
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": world_size,
+                "LOCAL_WORLD_SIZE": world_size,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "OMP_NUM_THREADS": threads,
+            }
             job = (there, outputs[rank], environment, threads, function, args)
             process = context.Process(target=_rank_main, args=job)
             process.start()
@@ -121,9 +133,8 @@ def _collect(pipes: list[Connection], outputs: list[Path], timeout: float) -> li
 
 
 def _rank_main(
-    pipe: Connection, output: Path, environment: dict[str, Any], threads: int, function: Callable[..., Any],
-    args: tuple,
-) -> None:  # fmt: skip
+    pipe: Connection, output: Path, environment: dict[str, Any], threads: int, function: Callable[..., Any], args: tuple
+) -> None:
     os.environ.update({name: str(value) for name, value in environment.items()})
     written = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):  # libraries report their loading and profiling on both

@@ -35,16 +35,22 @@ def _glue(task: str, title: str, most_dynmoe: int = 16) -> Benchmark:
     # As the authors' GLUE scripts have it (github.com/LINs-lab/DynMoE, github.com/psmiz/MASS).
     dynmoe = {"model.num_experts": 8, "model.max_experts": most_dynmoe, "model.adapt_every": "epoch"}
     mass = {"model.num_experts": 8, "model.max_experts": 16, "model.mass_threshold": 0.5}
-    return Benchmark(task, title, f"glue/{task}.yaml", learning_rates=(2e-5, 3e-5, 5e-5),
-                     method_options={"dynmoe": dynmoe, "mass": mass})  # fmt: skip
+    return Benchmark(
+        task,
+        title,
+        f"glue/{task}.yaml",
+        learning_rates=(2e-5, 3e-5, 5e-5),
+        method_options={"dynmoe": dynmoe, "mass": mass},
+    )
 
 
 def _domainbed(task: str, title: str, *environments: str) -> Benchmark:
     # From six experts to eight, as in the scripts of both: the cost table's 36.45 is DeiT-S's 20.66 and seven more
     # copies of two FFNs of 1.125.
     slots = {"model.num_experts": 6, "model.max_experts": 8}
-    return Benchmark(task, title, f"domainbed/{task}.yaml", environments,
-                     method_options={"dynmoe": slots, "mass": slots})  # fmt: skip
+    return Benchmark(
+        task, title, f"domainbed/{task}.yaml", environments, method_options={"dynmoe": slots, "mass": slots}
+    )
 
 
 # EMoE's 24 experts do not divide an FFN 256 wide: 3 of 16, nearly the same share of it.
@@ -59,13 +65,21 @@ BENCHMARKS: dict[str, Benchmark] = {
         _domainbed("officehome", "OfficeHome", "Art", "Clipart", "Product", "Real World"),
         _domainbed("terraincognita", "TerraInc.", "L100", "L38", "L43", "L46"),
         _domainbed("domainnet", "DomainNet", "Clipart", "Infograph", "Painting", "Quickdraw", "Real", "Sketch"),
-        _glue("cola", "CoLA"), _glue("mrpc", "MRPC"), _glue("qnli", "QNLI", 10), _glue("mnli", "MNLI", 10),
+        _glue("cola", "CoLA"),
+        _glue("mrpc", "MRPC"),
+        _glue("qnli", "QNLI", 10),
+        _glue("mnli", "MNLI", 10),
         _glue("rte", "RTE"),
-        Benchmark("digits", "Digits", "digits-comparison.yaml", ("rot0", "rot15", "rot30", "rot45", "rot60", "rot75"),
-                  method_options={"emoe": _DIGITS_EMOE, "emoe-learn": _DIGITS_EMOE}),
+        Benchmark(
+            "digits",
+            "Digits",
+            "digits-comparison.yaml",
+            ("rot0", "rot15", "rot30", "rot45", "rot60", "rot75"),
+            method_options={"emoe": _DIGITS_EMOE, "emoe-learn": _DIGITS_EMOE},
+        ),
         Benchmark("acceptability", "Acceptability", "acceptability.yaml"),
     )
-}  # fmt: skip
+}
 
 DOMAINBED = ("pacs", "vlcs", "officehome", "terraincognita", "domainnet")
 GLUE = ("cola", "mrpc", "qnli", "mnli", "rte")
@@ -101,14 +115,39 @@ TABLES: dict[str, PaperTable] = {
         PaperTable("glue", "GLUE task scores (%)", GLUE, ("dense", *_STANDARD, "dynmoe", "mass", "unif")),
         PaperTable("glue-cosine", "GLUE task scores (%) of the top-k layers with a cosine gate", GLUE, _COSINE),
         PaperTable("ablation", "Ablating the three adaptive decisions", (*DOMAINBED, *GLUE), (*_DECISIONS, "unif")),
-        PaperTable("diversity", "Weight of the diversity loss on GLUE", GLUE,
-                   ("unif-lambda-0", "unif-lambda-0.001", "unif", "unif-lambda-0.1")),
-        PaperTable("blocks", "Blocks per expert on DomainBed", DOMAINBED,
-                   ("unif-blocks-4", "unif", "unif-blocks-16", "unif-blocks-32")),
-        PaperTable("digits", "Every method and ablation on rotated digits", ("digits",),
-                   ("dense", "top1", "top2", "top4", *_VISION, "unif", *_DECISIONS, *_LAMBDAS,
-                    "unif-blocks-4", "unif-blocks-16", "unif-blocks-32",
-                    "unif-experts-2", "unif-experts-4", "unif-experts-12")),
+        PaperTable(
+            "diversity",
+            "Weight of the diversity loss on GLUE",
+            GLUE,
+            ("unif-lambda-0", "unif-lambda-0.001", "unif", "unif-lambda-0.1"),
+        ),
+        PaperTable(
+            "blocks",
+            "Blocks per expert on DomainBed",
+            DOMAINBED,
+            ("unif-blocks-4", "unif", "unif-blocks-16", "unif-blocks-32"),
+        ),
+        PaperTable(
+            "digits",
+            "Every method and ablation on rotated digits",
+            ("digits",),
+            (
+                "dense",
+                "top1",
+                "top2",
+                "top4",
+                *_VISION,
+                "unif",
+                *_DECISIONS,
+                *_LAMBDAS,
+                "unif-blocks-4",
+                "unif-blocks-16",
+                "unif-blocks-32",
+                "unif-experts-2",
+                "unif-experts-4",
+                "unif-experts-12",
+            ),
+        ),
     )
-}  # fmt: skip
+}
 """A study's default value (λ = 0.01, B = 8, K = 6) is the method `unif`, so tables share those runs."""

@@ -31,9 +31,18 @@ def first_lines(
     if step >= config.steps:
         return [f"{folder} is complete at step {step}; it is tested again"]
     begun = f"goes on from step {step} of {config.steps}" if step else f"starts, {config.steps} steps"
-    return [f"{folder} {begun}", *(f"  {line}" for line in (
-        _where(config, ranks), _what(config, ranks, model), _data(config, task), _batch(config, ranks, task),
-    ))]  # fmt: skip
+    return [
+        f"{folder} {begun}",
+        *(
+            f"  {line}"
+            for line in (
+                _where(config, ranks),
+                _what(config, ranks, model),
+                _data(config, task),
+                _batch(config, ranks, task),
+            )
+        ),
+    ]
 
 
 def _where(config: TrainConfig, ranks: Ranks) -> str:

@@ -97,9 +97,7 @@ class TrainBatches:
             generator = _generator(self.seed, environment, step, _REPLACEMENT)
             return torch.randint(size, (self.batch_size,), generator=generator).tolist()
         first = step * self.batch_size
-        return [
-            self._permutation(environment, i // size)[i % size] for i in range(first, first + self.batch_size)
-        ]
+        return [self._permutation(environment, i // size)[i % size] for i in range(first, first + self.batch_size)]
 
     def step(self, step: int) -> Iterator[Batch]:
         """This rank's micro-batches at `step` (from 0).
@@ -144,9 +142,7 @@ _REPLACEMENT = 1
 
 def _generator(*numbers: int) -> torch.Generator:
     """A generator seeded by all the numbers together."""
-    return torch.Generator().manual_seed(
-        int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
-    )
+    return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1))
 
 
 def evaluation_batches(
@@ -160,8 +156,7 @@ def evaluation_batches(
     total = len(dataset)  # type: ignore[arg-type]
     own = range(rank, total, world_size)
     chosen = [
-        own[number * batch_size : (number + 1) * batch_size]
-        for number in range(-(-total // (world_size * batch_size)))
+        own[number * batch_size : (number + 1) * batch_size] for number in range(-(-total // (world_size * batch_size)))
     ]
     keys = [[Item(0, index) for index in part or [0]] for part in chosen]
     batches = read_ahead(BatchReader([dataset], task.collate), keys, min(workers, len(keys)))

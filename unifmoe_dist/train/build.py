@@ -33,10 +33,16 @@ def build_task(config: TrainConfig) -> TaskData:
         from unifmoe_dist.data.domainbed import domainbed_task
 
         return domainbed_task(
-            config.data.task, config.data.held_out, config.data.root, seed, image_size=config.data.image_size,
-            backbone=config.model.backbone, pretrained=config.model.pretrained, dropout=config.model.dropout,
+            config.data.task,
+            config.data.held_out,
+            config.data.root,
+            seed,
+            image_size=config.data.image_size,
+            backbone=config.model.backbone,
+            pretrained=config.model.pretrained,
+            dropout=config.model.dropout,
             drop_path=config.model.drop_path,
-        )  # fmt: skip
+        )
     if config.data.task in get_args(GlueName):
         from unifmoe_dist.data.glue import glue_task
 
@@ -112,9 +118,13 @@ def untrained_backbone(config: TrainConfig) -> nn.Module:
         from unifmoe_dist.data.vision_backbone import DEFAULT_BACKBONE, build_backbone
 
         return build_backbone(
-            config.model.backbone or DEFAULT_BACKBONE, classes, config.data.image_size, "none",
-            dropout=config.model.dropout, drop_path=config.model.drop_path,
-        )  # fmt: skip
+            config.model.backbone or DEFAULT_BACKBONE,
+            classes,
+            config.data.image_size,
+            "none",
+            dropout=config.model.dropout,
+            drop_path=config.model.drop_path,
+        )
     if task in get_args(GlueName):
         return glue_encoder(config).untrained(classes, config.model.dropout)
     from unifmoe_dist.data.acceptability import untrained_encoder
@@ -147,21 +157,29 @@ def install_layers(config: TrainConfig, model: nn.Module, ranks: Ranks | None = 
     """
     if config.model.moe == "unif":
         model = upcycle(
-            model, layers=config.model.layers, num_experts=config.model.num_experts,
-            num_blocks=config.model.num_blocks, expert_group=None if ranks is None else ranks.expert_group,
+            model,
+            layers=config.model.layers,
+            num_experts=config.model.num_experts,
+            num_blocks=config.model.num_blocks,
+            expert_group=None if ranks is None else ranks.expert_group,
             dispatcher="auto" if ranks is None else config.model.dispatcher,
-            capacity_factor=config.model.capacity_factor, shared_demand=config.model.shared_demand,
-            fixed_experts=config.model.fixed_experts, block_choice=config.model.block_choice,
+            capacity_factor=config.model.capacity_factor,
+            shared_demand=config.model.shared_demand,
+            fixed_experts=config.model.fixed_experts,
+            block_choice=config.model.block_choice,
             hidden_dropout=config.model.hidden_dropout,
-        )  # fmt: skip
+        )
         for layer in moe_layers(model).values():
             layer.auxiliary_weight = config.optim.lambda_div
     elif config.model.moe != "none":
         model = upcycle_baseline(
-            model, config.model.moe, config.model.layers, layer_options(config),
+            model,
+            config.model.moe,
+            config.model.layers,
+            layer_options(config),
             expert_group=None if ranks is None else ranks.expert_group,
             dispatcher="auto" if ranks is None else config.model.dispatcher,
-        )  # fmt: skip
+        )
         for layer in moe_layers(model).values():
             if config.optim.auxiliary_weight is not None:
                 layer.auxiliary_weight = config.optim.auxiliary_weight
@@ -181,13 +199,20 @@ def layer_options(config: TrainConfig) -> LayerOptions:
     model, recipe = config.model, mass_recipe(config)
     mass = mass_schedule(config.steps, recipe)
     return LayerOptions(
-        num_experts=model.num_experts, num_blocks=model.num_blocks, top_k=model.top_k, load_loss=model.load_loss,
-        max_experts=model.most_experts(), adapt_every=model.adapt_every, gate_temperature=model.gate_temperature,
-        mass_threshold=model.mass_threshold, expansion_steps=mass.expansion_steps,
+        num_experts=model.num_experts,
+        num_blocks=model.num_blocks,
+        top_k=model.top_k,
+        load_loss=model.load_loss,
+        max_experts=model.most_experts(),
+        adapt_every=model.adapt_every,
+        gate_temperature=model.gate_temperature,
+        mass_threshold=model.mass_threshold,
+        expansion_steps=mass.expansion_steps,
         mass_window=mass.window if model.mass_window is None else model.mass_window,
         mass_warmup=mass.warmup if model.mass_warmup is None else model.mass_warmup,
-        mass_untried=recipe.untried, hidden_dropout=model.hidden_dropout,
-    )  # fmt: skip
+        mass_untried=recipe.untried,
+        hidden_dropout=model.hidden_dropout,
+    )
 
 
 def mass_recipe(config: TrainConfig) -> MASSRecipe:
@@ -264,9 +289,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module, ranks: Ranks) -> torc
     return kind(groups, lr=optim.lr, betas=optim.betas)
 
 
-def build_schedule(
-    config: TrainConfig,
-) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]:
+def build_schedule(config: TrainConfig) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]:
     """A function from the optimiser to its learning-rate schedule, one step per optimiser step."""
     from transformers import get_scheduler
 

@@ -99,9 +99,14 @@ def split_by_expert(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, T
 
 
 def save(
-    folder: Path, model: nn.Module, engine: Any, ranks: Ranks, progress: dict[str, Any], schedule: Any,
+    folder: Path,
+    model: nn.Module,
+    engine: Any,
+    ranks: Ranks,
+    progress: dict[str, Any],
+    schedule: Any,
     extra: nn.Module | None = None,
-) -> Path:  # fmt: skip
+) -> Path:
     """Write one checkpoint; collective. Returns its folder, which exists only once it is whole.
 
     `extra` holds modules that are trained besides the model.
@@ -195,9 +200,12 @@ def _layout_free_state(engine: Any, schedule: Any) -> dict[str, Any]:
 
 
 def _pair(
-    stem: str, model: nn.Module, weights: dict[str, Tensor], states: dict[str, dict[str, Tensor]],
+    stem: str,
+    model: nn.Module,
+    weights: dict[str, Tensor],
+    states: dict[str, dict[str, Tensor]],
     belongs: Callable[[str], bool],
-) -> dict[str, dict[str, Tensor]]:  # fmt: skip
+) -> dict[str, dict[str, Tensor]]:
     """The contents of a weight file and of its optimiser file, by stem."""
     chosen = split_by_expert(model, {n: t for n, t in weights.items() if belongs(n)})
     by_kind: dict[str, dict[str, Tensor]] = {}
@@ -262,9 +270,7 @@ def verify(folder: Path) -> None:
         json.loads((folder / "progress.json").read_text())
         entries = [(Path(name).name, entry["bytes"], entry["sha256"]) for name, entry in files.items()]
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(
-            f"checkpoint {folder} has no readable manifest or progress file; {damaged}"
-        ) from error
+        raise UserError(f"checkpoint {folder} has no readable manifest or progress file; {damaged}") from error
     for name, size, digest in entries:
         path = folder / name
         if not path.is_file():
@@ -293,9 +299,7 @@ class _Tensors:
 
     def read(self, name: str) -> Tensor:
         if name not in self.files:
-            raise UserError(
-                f"the checkpoint holds no tensor {name}; it belongs to another model configuration."
-            )
+            raise UserError(f"the checkpoint holds no tensor {name}; it belongs to another model configuration.")
         return self.files[name].get_tensor(name)
 
     def read_for(self, places: Places, name: str, start: str = "", end: str = "") -> Tensor:
@@ -306,9 +310,7 @@ class _Tensors:
         if name not in places:
             return self.read(start + name + end)
         prefix, first, count = places[name]
-        return torch.stack(
-            [self.read(start + _expert_key(name, prefix, e) + end) for e in range(first, first + count)]
-        )
+        return torch.stack([self.read(start + _expert_key(name, prefix, e) + end) for e in range(first, first + count)])
 
 
 def _shaped(tensor: Tensor, name: str, own: Tensor) -> Tensor:

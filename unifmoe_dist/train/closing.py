@@ -8,9 +8,15 @@ from pathlib import Path
 from typing import Any
 
 _NAMES = {
-    "unif": "UniF-MoE", "none": "The dense model", "topk": "The top-k MoE", "gmoe": "GMoE", "emoe": "EMoE",
-    "emoe_learn": "EMoE-L", "dynmoe": "DynMoE", "mass": "MASS",
-}  # fmt: skip
+    "unif": "UniF-MoE",
+    "none": "The dense model",
+    "topk": "The top-k MoE",
+    "gmoe": "GMoE",
+    "emoe": "EMoE",
+    "emoe_learn": "EMoE-L",
+    "dynmoe": "DynMoE",
+    "mass": "MASS",
+}
 _ALGORITHMS = {"lfme": "LFME", "dmda": "DMDA", "pcmoe": "PC-MoE"}
 
 

@@ -29,10 +29,7 @@ def _collect_one(engine: Any, parameter: Any, keys: list[str]) -> dict[str, Tens
     if not is_partitioned(engine):
         state = engine.optimizer.state.get(parameter, {})
         tensors = {k: v for k, v in state.items() if torch.is_tensor(v) and v.shape == parameter.shape}
-        return {
-            "fp32": parameter.detach().float().cpu(),
-            **{k: v.detach().float().cpu() for k, v in tensors.items()},
-        }
+        return {"fp32": parameter.detach().float().cpu(), **{k: v.detach().float().cpu() for k, v in tensors.items()}}
     state = {"fp32": parameter.get_full_hp_param()}
     state.update({key: parameter.get_full_hp_param(key) for key in keys})
     return {key: value.detach().cpu() for key, value in state.items()}

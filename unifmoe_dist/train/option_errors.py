@@ -12,9 +12,13 @@ from unifmoe_dist.train.option_list import options as every_option
 from unifmoe_dist.train.options import listed
 
 _KINDS = {
-    "<class 'int'>": "a whole number", "<class 'float'>": "a number", "<class 'bool'>": "true or false",
-    "<class 'str'>": "a text", "<class 'list'>": "a list such as [2,4]", "<class 'NoneType'>": "null",
-}  # fmt: skip
+    "<class 'int'>": "a whole number",
+    "<class 'float'>": "a number",
+    "<class 'bool'>": "true or false",
+    "<class 'str'>": "a text",
+    "<class 'list'>": "a list such as [2,4]",
+    "<class 'NoneType'>": "null",
+}
 _LAUNCHERS = ("num_gpus", "num_accelerators", "num_nodes", "master_port", "hostfile", "nproc-per-node", "nnodes")
 
 

@@ -43,8 +43,11 @@ def keep_backbone(run: Path, config: TrainConfig, model: Any) -> None:
         build.build_tokenizer(config).save_pretrained(str(temporary))
         temporary.replace(folder)
     except (OSError, ValueError, NotImplementedError) as error:  # a full disk; a tokenizer that cannot be saved
-        print(f"warning: {folder} could not be written ({error}); to open this run elsewhere, its backbone is needed.",
-              file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            f"warning: {folder} could not be written ({error}); to open this run elsewhere, its backbone is needed.",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def own_config(run: Path, config: TrainConfig) -> TrainConfig:

@@ -48,10 +48,15 @@ def read_ahead(read: Callable[[Key], Result], keys: Iterable[Key], workers: int)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     loader = DataLoader(
-        _Reads(read), sampler=keys, batch_size=None, num_workers=workers, collate_fn=_as_it_is,
-        multiprocessing_context=context, generator=torch.Generator(),
+        _Reads(read),
+        sampler=keys,
+        batch_size=None,
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        multiprocessing_context=context,
+        generator=torch.Generator(),
         worker_init_fn=partial(_prepare, os.getpid(), images.told_anywhere()),
-    )  # fmt: skip
+    )
     try:
         for result in loader:
             if isinstance(result, _Refusal):

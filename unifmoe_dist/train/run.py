@@ -43,8 +43,10 @@ def agree(resume: bool | Literal["auto"], run: Path, ranks: Ranks) -> bool:
     seen = ranks.gather(resumes(resume, run))
     if len(set(seen)) > 1:
         blind = ", ".join(str(rank) for rank, found in enumerate(seen) if not found)
-        raise UserError(f"ranks {blind} do not see the checkpoints in {run} that others see; start the job again once "
-                        "the storage shows the same on all hosts.")  # fmt: skip
+        raise UserError(
+            f"ranks {blind} do not see the checkpoints in {run} that others see; start the job again once "
+            "the storage shows the same on all hosts."
+        )
     return seen[0]
 
 

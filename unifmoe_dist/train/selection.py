@@ -40,9 +40,11 @@ class Selection:
     def progress(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
         return {
-            "best": self.score, "best_step": self.step, "best_accuracy": self.accuracy,
+            "best": self.score,
+            "best_step": self.step,
+            "best_accuracy": self.accuracy,
             "evaluations_without_improvement": self.waited,
-        }  # fmt: skip
+        }
 
     @classmethod
     def from_progress(cls, saved: dict[str, Any]) -> Selection:

@@ -224,9 +224,15 @@ class Trainer:
         clipping.use_true_norm(self.engine, self.algorithm, ranks)
         self.dtype = next(p.dtype for p in self.model.parameters() if p.is_floating_point())
         self.batches = TrainBatches(
-            self.task, config.data.batch_size, config.seed, ranks.rank, ranks.world_size,
-            config.parallel.gradient_accumulation, config.data.workers, config.data.sampling == "replacement",
-        )  # fmt: skip
+            self.task,
+            config.data.batch_size,
+            config.seed,
+            ranks.rank,
+            ranks.world_size,
+            config.parallel.gradient_accumulation,
+            config.data.workers,
+            config.data.sampling == "replacement",
+        )
         self.step, self.seconds, self.selection = 0, 0.0, Selection()
         self.skipped, self.saved_step, self.latest = 0, -1, ""
         self.signals = StopSignals()
@@ -341,9 +347,14 @@ class Trainer:
             heartbeat.heard()
         heartbeat.doing(f"step {self.step + 1} of {config.steps}")
         bar = tqdm(  # disable=None: only on a terminal; a log file gets a line per evaluation instead
-            total=config.steps, initial=self.step, desc=self.task.name, dynamic_ncols=True, mininterval=1.0,
-            disable=None if shown else True, bar_format=BAR,
-        )  # fmt: skip
+            total=config.steps,
+            initial=self.step,
+            desc=self.task.name,
+            dynamic_ncols=True,
+            mininterval=1.0,
+            disable=None if shown else True,
+            bar_format=BAR,
+        )
         started = time.perf_counter()
         window: list[dict[str, Tensor]] = []
         self.algorithm.train()
@@ -415,18 +426,26 @@ class Trainer:
         score = self._evaluate(self.task.validation)
         better = self.selection.offer(self.step, score.value, score.accuracy)
         record = {
-            "kind": "validation", "step": self.step, "epoch": self.step / self.epoch_steps, "metric": score.metric,
-            "accuracy": score.accuracy, score.metric: score.value, "best": self.selection.score,
+            "kind": "validation",
+            "step": self.step,
+            "epoch": self.step / self.epoch_steps,
+            "metric": score.metric,
+            "accuracy": score.accuracy,
+            score.metric: score.value,
+            "best": self.selection.score,
             "evaluations_without_improvement": self.selection.waited,
-        }  # fmt: skip
+        }
         self._record({**record, "per_environment": score.per_dataset}, score.usage)
         return better
 
     def _save(self, seconds: float, better: bool) -> None:
         progress = {
-            "step": self.step, "epoch_steps": self.epoch_steps, "seconds": seconds, "skipped_steps": self.skipped,
+            "step": self.step,
+            "epoch_steps": self.epoch_steps,
+            "seconds": seconds,
+            "skipped_steps": self.skipped,
             **self.selection.progress(),
-        }  # fmt: skip
+        }
         heartbeat.doing(f"step {self.step} of {self.config.steps}, writing a checkpoint")
         folder = self.folder / "checkpoints"
         extra = self.algorithm.extra
@@ -450,13 +469,17 @@ class Trainer:
         score = self._evaluate(self.task.test)
         summary = summarise(self.config, score)
         summary.update(
-            world_size=self.ranks.world_size, wall_seconds=self.seconds,
+            world_size=self.ranks.world_size,
+            wall_seconds=self.seconds,
             expert_parallel_size=self.config.expert_parallel_size(self.ranks.world_size),
-        )  # fmt: skip
+        )
         summary.update(
-            steps=self.step, epochs=self.step / self.epoch_steps, best_step=int(best.name.split("-")[1]),
-            validation_score=self.selection.score, validation_accuracy=self.selection.accuracy,
-        )  # fmt: skip
+            steps=self.step,
+            epochs=self.step / self.epoch_steps,
+            best_step=int(best.name.split("-")[1]),
+            validation_score=self.selection.score,
+            validation_accuracy=self.selection.accuracy,
+        )
         summary["skipped_steps"] = self.skipped
         if self.config.baseline and self.config.data.task == "digits" and self.ranks.rank == 0:
             from unifmoe_dist.data.digits import linear_baseline
@@ -490,16 +513,12 @@ class Trainer:
         with (self.folder / "metrics.jsonl").open("a") as handle:
             handle.write(json.dumps({**record, "layers": {n: asdict(u) for n, u in usage.items()}}) + "\n")
         events = [
-            (f"{record['kind']}/{name}", value, self.step)
-            for name, value in record.items()
-            if isinstance(value, float)
+            (f"{record['kind']}/{name}", value, self.step) for name, value in record.items() if isinstance(value, float)
         ]
         for layer, u in usage.items():
             for name in ("block_compute", "expert_count", "shared_demand", "dropped"):
                 events.append((f"{record['kind']}/{layer}/{name}", getattr(u, name), self.step))
-            events += [
-                (f"{record['kind']}/{layer}/load/{e}", v, self.step) for e, v in enumerate(u.expert_load)
-            ]
+            events += [(f"{record['kind']}/{layer}/load/{e}", v, self.step) for e, v in enumerate(u.expert_load)]
         self.engine.monitor.write_events(events)
 
     def _resume(self) -> None:

@@ -44,9 +44,10 @@ def prepare_saving(model: Any) -> None:
     if not layers or not type(model).__module__.startswith("transformers."):
         return  # a class of somebody's own may well make its layers itself
     parts = {
-        name: part for name, part in model.named_modules()
+        name: part
+        for name, part in model.named_modules()
         if name and part.__dict__.get("config") is not None and getattr(part.config, KEY, None)
-    }  # fmt: skip
+    }
     for name, part in parts.items():
         if part is model.base_model:
             adopt(model, getattr(part.config, KEY))
@@ -68,9 +69,10 @@ def _adopt_part(model: Any, name: str, part: Any) -> None:
     """Give the part of a composite model's configuration that belongs to `part` the notes of `part`."""
     kind, last = part.config.model_type, name.rpartition(".")[2]
     fitting = {
-        attribute: inner for attribute, inner in vars(model.config).items()
+        attribute: inner
+        for attribute, inner in vars(model.config).items()
         if hasattr(inner, "to_json_string") and getattr(inner, "model_type", None) == kind
-    }  # fmt: skip
+    }
     if any(inner is part.config for inner in fitting.values()):
         return
     named = [a for a in fitting if a in (last, f"{last}_config", f"{last.removesuffix('_model')}_config")]

@@ -32,9 +32,7 @@ class TimmViT:
     def read(self, block: Any) -> DenseFFN:
         mlp: Any = getattr(block, "mlp", None)
         if type(mlp).__name__ != "Mlp":
-            raise UserError(
-                f"The FFN of {type(block).__name__} is {type(mlp).__name__}; upcycling needs timm's Mlp."
-            )
+            raise UserError(f"The FFN of {type(block).__name__} is {type(mlp).__name__}; upcycling needs timm's Mlp.")
         if not isinstance(mlp.norm, nn.Identity):
             raise UserError(
                 f"The FFN normalises its hidden channels with {type(mlp.norm).__name__}, blocks cannot; "

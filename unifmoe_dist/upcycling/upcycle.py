@@ -83,10 +83,7 @@ def layer_maker(
 
 
 def convert(
-    model: nn.Module,
-    layers: Iterable[int],
-    make: Callable[[DenseFFN], ExpertLayer],
-    router_seed: int | None = None,
+    model: nn.Module, layers: Iterable[int], make: Callable[[DenseFFN], ExpertLayer], router_seed: int | None = None
 ) -> list[int]:
     """Replace FFNs by the layers that `make` makes for them, which start from the FFNs' weights.
 
@@ -116,9 +113,10 @@ def moe_layers(model: nn.Module) -> dict[str, ExpertLayer]:
     """
     idle = {id(layer) for module in model.modules() for layer in _idle_copies(module)}
     return {
-        name: module for name, module in model.named_modules()
+        name: module
+        for name, module in model.named_modules()
         if isinstance(module, ExpertLayer) and id(module) not in idle
-    }  # fmt: skip
+    }
 
 
 def _idle_copies(module: nn.Module) -> list[nn.Module]:

@@ -21,8 +21,13 @@ def dropout_arguments(dropout: HiddenDropout | None) -> dict[str, Any]:
     """What a kernel is told."""
     if dropout is None:
         return dict(seed=None, DROPOUT=False, THRESHOLD=0, SCALE=1.0, FIRST_EXPERT=0)
-    return dict(seed=dropout.seed, DROPOUT=True, THRESHOLD=dropout.threshold, SCALE=dropout.scale,
-                FIRST_EXPERT=dropout.first_expert)  # fmt: skip
+    return dict(
+        seed=dropout.seed,
+        DROPOUT=True,
+        THRESHOLD=dropout.threshold,
+        SCALE=dropout.scale,
+        FIRST_EXPERT=dropout.first_expert,
+    )
 
 
 @triton.jit

@@ -78,9 +78,15 @@ def unsupported(x: Tensor, weights: ExpertWeights) -> str | None:
 
 @not_compiled
 def triton_block_ffn(
-    x_ND: Tensor, gates_NE: Tensor, blocks_NB: Tensor, weights: ExpertWeights, shared: ExpertWeights | None = None,
-    options: TritonOptions | None = None, offsets: GroupOffsets | None = None, dropout: HiddenDropout | None = None,
-) -> Tensor:  # fmt: skip
+    x_ND: Tensor,
+    gates_NE: Tensor,
+    blocks_NB: Tensor,
+    weights: ExpertWeights,
+    shared: ExpertWeights | None = None,
+    options: TritonOptions | None = None,
+    offsets: GroupOffsets | None = None,
+    dropout: HiddenDropout | None = None,
+) -> Tensor:
     """Same meaning and gradients as `reference_block_ffn`, plus a shared expert in the same launches.
 
     Products run in the autocast dtype when autocast is on, else in the dtype of x; float32 products as
@@ -109,9 +115,16 @@ def triton_block_ffn(
                 tensor = None if bank is None else getattr(bank, name)
                 tensors.append(None if tensor is None else tensor.to(dtype).contiguous())
         output = _TritonBlockFFN.apply(
-            x_ND.to(dtype).contiguous(), gates_NE.float().contiguous(), blocks_NB.contiguous(), weights.num_blocks,
-            weights.activation, options or TritonOptions(), offsets, dropout, *tensors,
-        )  # fmt: skip
+            x_ND.to(dtype).contiguous(),
+            gates_NE.float().contiguous(),
+            blocks_NB.contiguous(),
+            weights.num_blocks,
+            weights.activation,
+            options or TritonOptions(),
+            offsets,
+            dropout,
+            *tensors,
+        )
         return output.to(x_ND.dtype)
 
 
@@ -156,22 +169,41 @@ class _Shape:
         return max(1, min(plan.max_tiles, typical, affordable))
 
     def tile_arguments(self) -> dict[str, Any]:
-        return dict(E=self.experts, B=self.blocks, D=self.dim, M=self.width, SUB=self.sub, NUM_SUB=self.num_sub,
-                    TILE_ROWS=self.tile_rows, PRECISION=self.precision)  # fmt: skip
+        return dict(
+            E=self.experts,
+            B=self.blocks,
+            D=self.dim,
+            M=self.width,
+            SUB=self.sub,
+            NUM_SUB=self.num_sub,
+            TILE_ROWS=self.tile_rows,
+            PRECISION=self.precision,
+        )
 
 
 class _TritonBlockFFN(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0913
-        ctx: Any, x: Tensor, gates: Tensor, blocks: Tensor, num_blocks: int, activation: str, options: TritonOptions,
-        offsets: GroupOffsets | None, dropout: HiddenDropout | None, shared_keys: Tensor | None,
-        shared_values: Tensor | None, shared_key_bias: Tensor | None, shared_value_bias: Tensor | None, keys: Tensor,
-        values: Tensor, key_bias: Tensor | None, value_bias: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        gates: Tensor,
+        blocks: Tensor,
+        num_blocks: int,
+        activation: str,
+        options: TritonOptions,
+        offsets: GroupOffsets | None,
+        dropout: HiddenDropout | None,
+        shared_keys: Tensor | None,
+        shared_values: Tensor | None,
+        shared_key_bias: Tensor | None,
+        shared_value_bias: Tensor | None,
+        keys: Tensor,
+        values: Tensor,
+        key_bias: Tensor | None,
+        value_bias: Tensor | None,
+    ) -> Tensor:
         ctx.num_blocks, ctx.activation, ctx.options, ctx.dropout = num_blocks, activation, options, dropout
-        tensors = (
-            shared_keys, shared_values, shared_key_bias, shared_value_bias, keys, values, key_bias, value_bias
-        )  # fmt: skip
+        tensors = (shared_keys, shared_values, shared_key_bias, shared_value_bias, keys, values, key_bias, value_bias)
         if not x.shape[0]:
             ctx.save_for_backward(x, gates, blocks, None, None, *tensors)
             return torch.zeros_like(x)
@@ -183,11 +215,27 @@ class _TritonBlockFFN(torch.autograd.Function):
         rounds = _Rounds(x, plan, shape, shape.row_bytes, options.atomic, one_round=options.atomic)
         for first in rounds:
             device.forward_kernel[(rounds.tiles,)](
-                x, gates, shared_keys, keys, shared_key_bias, key_bias, shared_values, values, rounds.rows,
-                plan.rows, plan.tile_group, plan.tile_count, plan.num_tiles, first, ACTIVATION=activation,
-                HAS_SHARED=has_shared, HAS_BIAS=has_bias, ATOMIC=options.atomic, **shape.tile_arguments(),
+                x,
+                gates,
+                shared_keys,
+                keys,
+                shared_key_bias,
+                key_bias,
+                shared_values,
+                values,
+                rounds.rows,
+                plan.rows,
+                plan.tile_group,
+                plan.tile_count,
+                plan.num_tiles,
+                first,
+                ACTIVATION=activation,
+                HAS_SHARED=has_shared,
+                HAS_BIAS=has_bias,
+                ATOMIC=options.atomic,
+                **shape.tile_arguments(),
                 **dropout_arguments(dropout),
-            )  # fmt: skip
+            )
             rounds.combine(first, gates, shared_value_bias, value_bias)
         return rounds.output
 
@@ -215,34 +263,88 @@ class _TritonBlockFFN(torch.autograd.Function):
         common = dict(B=shape.blocks, M=shape.width, HAS_SHARED=has_shared)
         for first in rounds:
             device.backward_kernel[(rounds.tiles,)](
-                x, grad_y, gates, shared_keys, keys, shared_key_bias, key_bias, shared_values, values, rounds.rows,
-                hidden, grad_pre, grad_gate, grad_bias, plan.rows, plan.tile_group, plan.tile_count, plan.num_tiles,
-                first, ACTIVATION=ctx.activation, HAS_SHARED=has_shared, HAS_BIAS=has_bias, ATOMIC=options.atomic,
-                **shape.tile_arguments(), **dropout_arguments(ctx.dropout),
-            )  # fmt: skip
+                x,
+                grad_y,
+                gates,
+                shared_keys,
+                keys,
+                shared_key_bias,
+                key_bias,
+                shared_values,
+                values,
+                rounds.rows,
+                hidden,
+                grad_pre,
+                grad_gate,
+                grad_bias,
+                plan.rows,
+                plan.tile_group,
+                plan.tile_count,
+                plan.num_tiles,
+                first,
+                ACTIVATION=ctx.activation,
+                HAS_SHARED=has_shared,
+                HAS_BIAS=has_bias,
+                ATOMIC=options.atomic,
+                **shape.tile_arguments(),
+                **dropout_arguments(ctx.dropout),
+            )
             for channels, source, index in ((hidden, grad_y, 1), (grad_pre, x, 0)):
                 if not (wanted[index] or wanted[index + 4]):
                     continue
                 height = min(128, power_of_two(shape.width, 16))
                 parts = triton.cdiv(shape.width, height) * shape.experts * shape.blocks
                 device.weight_grad_kernel[lambda meta, parts=parts: (parts, triton.cdiv(shape.dim, meta["BLOCK_D"]))](
-                    channels, source, grads[index], grads[index + 4], plan.rows, plan.tile_count, plan.group_tiles,
-                    first, rounds.tiles, D=shape.dim, TILE_ROWS=shape.tile_rows, BLOCK_H=height,
-                    PRECISION=shape.precision, **common,
-                )  # fmt: skip
+                    channels,
+                    source,
+                    grads[index],
+                    grads[index + 4],
+                    plan.rows,
+                    plan.tile_count,
+                    plan.group_tiles,
+                    first,
+                    rounds.tiles,
+                    D=shape.dim,
+                    TILE_ROWS=shape.tile_rows,
+                    BLOCK_H=height,
+                    PRECISION=shape.precision,
+                    **common,
+                )
             if has_bias:
                 device.bias_grad_kernel[(shape.experts * shape.blocks,)](
-                    grad_bias, grads[2], grads[6], plan.group_tiles, first, rounds.tiles,
-                    MP=power_of_two(shape.width), **common, num_warps=4,
-                )  # fmt: skip
+                    grad_bias,
+                    grads[2],
+                    grads[6],
+                    plan.group_tiles,
+                    first,
+                    rounds.tiles,
+                    MP=power_of_two(shape.width),
+                    **common,
+                    num_warps=4,
+                )
             rounds.combine(first, gates, None, None)
         grad_gates = torch.empty_like(gates)
         device.gate_grad_kernel[(triton.cdiv(shape.n, 32),)](
-            grad_gate, grad_y, gates, blocks.view(torch.uint8), shared_value_bias, value_bias, grad_gates, shape.n,
-            E=shape.experts, B=shape.blocks, PARTS=shape.parts, D=shape.dim, EP=power_of_two(shape.experts, 16),
-            BLOCK_N=32, BLOCK_D=min(64, power_of_two(shape.dim, 16)), HAS_SHARED=has_shared,
-            HAS_BIAS=value_bias is not None, PRECISION=shape.precision, num_warps=4,
-        )  # fmt: skip
+            grad_gate,
+            grad_y,
+            gates,
+            blocks.view(torch.uint8),
+            shared_value_bias,
+            value_bias,
+            grad_gates,
+            shape.n,
+            E=shape.experts,
+            B=shape.blocks,
+            PARTS=shape.parts,
+            D=shape.dim,
+            EP=power_of_two(shape.experts, 16),
+            BLOCK_N=32,
+            BLOCK_D=min(64, power_of_two(shape.dim, 16)),
+            HAS_SHARED=has_shared,
+            HAS_BIAS=value_bias is not None,
+            PRECISION=shape.precision,
+            num_warps=4,
+        )
         if value_bias is not None:
             sums = gates.to(x.dtype).T @ grad_y
             split = 1 if has_shared else 0
@@ -285,15 +387,30 @@ class _Rounds:
         """Sum the rows of the round that starts at tile `first`, and on the first, the value biases."""
         shape, plan = self.shape, self.plan
         sizes = dict(
-            E=shape.experts, D=shape.dim, HAS_SHARED=shared_value_bias is not None, HAS_BIAS=value_bias is not None,
-            BLOCK_D=min(512, power_of_two(shape.dim)), num_warps=4,
-        )  # fmt: skip
+            E=shape.experts,
+            D=shape.dim,
+            HAS_SHARED=shared_value_bias is not None,
+            HAS_BIAS=value_bias is not None,
+            BLOCK_D=min(512, power_of_two(shape.dim)),
+            num_warps=4,
+        )
         grid = (shape.n, triton.cdiv(shape.dim, sizes["BLOCK_D"]))
         if not self.atomic:
             device.combine_kernel[grid](
-                self.rows, gates, shared_value_bias, value_bias, self.total, self.output, plan.token_slots,
-                plan.token_count, plan.num_tiles, first, self.tiles, G=shape.experts * shape.blocks,
-                TILE_ROWS=shape.tile_rows, **sizes,
-            )  # fmt: skip
+                self.rows,
+                gates,
+                shared_value_bias,
+                value_bias,
+                self.total,
+                self.output,
+                plan.token_slots,
+                plan.token_count,
+                plan.num_tiles,
+                first,
+                self.tiles,
+                G=shape.experts * shape.blocks,
+                TILE_ROWS=shape.tile_rows,
+                **sizes,
+            )
         elif first + self.tiles >= plan.max_tiles:
             device.finish_kernel[grid](self.total, gates, shared_value_bias, value_bias, self.output, **sizes)

@@ -22,14 +22,21 @@ from unifmoe_dist.kernels.triton.math import activate, activation_slope, dot, ex
 from unifmoe_dist.kernels.triton.tuning import Tiles, tuned
 
 _TILES: dict[str, Tiles] = dict(
-    half=[(32, 32, 8, 2), (32, 64, 4, 3), (64, 64, 4, 3), (32, 64, 8, 2), (64, 64, 8, 2), (32, 64, 8, 3),
-          (64, 64, 8, 3), (64, 128, 8, 3)],
+    half=[
+        (32, 32, 8, 2),
+        (32, 64, 4, 3),
+        (64, 64, 4, 3),
+        (32, 64, 8, 2),
+        (64, 64, 8, 2),
+        (32, 64, 8, 3),
+        (64, 64, 8, 3),
+        (64, 128, 8, 3),
+    ],
     single=[(32, 32, 8, 2), (32, 32, 4, 2), (16, 32, 8, 2)],
-)  # fmt: skip
+)
 _WEIGHT_TILES: dict[str, Tiles] = dict(
-    half=[(64, 32, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3), (128, 64, 8, 3)],
-    single=[(64, 32, 4, 2), (64, 32, 8, 2)],
-)  # fmt: skip
+    half=[(64, 32, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3), (128, 64, 8, 3)], single=[(64, 32, 4, 2), (64, 32, 8, 2)]
+)
 
 
 @triton.jit
@@ -44,9 +51,18 @@ def _weights(base, channel, column, D: tl.constexpr, M: tl.constexpr, EVEN: tl.c
 
 @triton.jit
 def _gather_product(
-    source, token, valid, weights, D: tl.constexpr, M: tl.constexpr, SUB: tl.constexpr, NUM_SUB: tl.constexpr,
-    TILE_ROWS: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    source,
+    token,
+    valid,
+    weights,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    SUB: tl.constexpr,
+    NUM_SUB: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """source[token] @ weights^T for the M channels, as three (TILE_ROWS, SUB) tiles, all the first if NUM_SUB is 1."""
     EVEN: tl.constexpr = (D % BLOCK_K == 0) and (SUB * NUM_SUB == M)
     channel = tl.arange(0, SUB)[None, :]
@@ -66,10 +82,23 @@ def _gather_product(
 
 @triton.jit
 def _spread_product(
-    h0, h1, h2, weights, out, token, valid, first_row, D: tl.constexpr, M: tl.constexpr, SUB: tl.constexpr,
-    NUM_SUB: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    h0,
+    h1,
+    h2,
+    weights,
+    out,
+    token,
+    valid,
+    first_row,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    SUB: tl.constexpr,
+    NUM_SUB: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
     ATOMIC: tl.constexpr,
-):  # fmt: skip
+):
     """Store channels @ weights as rows of the workspace, or add them to the rows of their tokens."""
     EVEN: tl.constexpr = (D % BLOCK_D == 0) and (SUB * NUM_SUB == M)
     channel = tl.arange(0, SUB)[:, None]
@@ -93,9 +122,17 @@ def _spread_product(
 
 @triton.jit
 def _bias(
-    shared, residual, expert, block, START: tl.constexpr, B: tl.constexpr, M: tl.constexpr, SUB: tl.constexpr,
-    HAS_SHARED: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
+    shared,
+    residual,
+    expert,
+    block,
+    START: tl.constexpr,
+    B: tl.constexpr,
+    M: tl.constexpr,
+    SUB: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
     """(1, SUB) key biases of a block from channel START, zeros where there are none."""
     if HAS_BIAS:
         channel = START + tl.arange(0, SUB)
@@ -108,13 +145,40 @@ def _bias(
 @tuned(("BLOCK_K", "BLOCK_D"), **_TILES)
 @triton.jit(do_not_specialize=["first_tile"])
 def forward_kernel(
-    x, gates, shared_keys, keys, shared_key_bias, key_bias, shared_values, values, out, rows, tile_group, tile_count,
-    num_tiles, first_tile, seed, E: tl.constexpr, B: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
-    SUB: tl.constexpr, NUM_SUB: tl.constexpr,
-    TILE_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ATOMIC: tl.constexpr, PRECISION: tl.constexpr, DROPOUT: tl.constexpr, THRESHOLD: tl.constexpr,
-    SCALE: tl.constexpr, FIRST_EXPERT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    x,
+    gates,
+    shared_keys,
+    keys,
+    shared_key_bias,
+    key_bias,
+    shared_values,
+    values,
+    out,
+    rows,
+    tile_group,
+    tile_count,
+    num_tiles,
+    first_tile,
+    seed,
+    E: tl.constexpr,
+    B: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    SUB: tl.constexpr,
+    NUM_SUB: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ATOMIC: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    SCALE: tl.constexpr,
+    FIRST_EXPERT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """out[row] = gate * E_e^(b)(x[token]) for the rows of one tile."""
     tile = first_tile + tl.program_id(0)
     if tile >= tl.load(num_tiles):
@@ -142,17 +206,47 @@ def forward_kernel(
         h1 = keep(activate(p1, ACTIVATION) * gate, start, step, block * M + SUB, SUB, DROPOUT, THRESHOLD).to(kind)
         h2 = keep(activate(p2, ACTIVATION) * gate, start, step, block * M + 2 * SUB, SUB, DROPOUT, THRESHOLD).to(kind)
     _spread_product(
-        h0, h1, h2, v, out, token, valid, tl.program_id(0) * TILE_ROWS, D, M, SUB, NUM_SUB, TILE_ROWS, BLOCK_D,
-        PRECISION, ATOMIC,
-    )  # fmt: skip
+        h0,
+        h1,
+        h2,
+        v,
+        out,
+        token,
+        valid,
+        tl.program_id(0) * TILE_ROWS,
+        D,
+        M,
+        SUB,
+        NUM_SUB,
+        TILE_ROWS,
+        BLOCK_D,
+        PRECISION,
+        ATOMIC,
+    )
 
 
 @triton.jit
 def _through_activation(
-    pre, grad_act, gate, local_row, tile_row, valid, hidden, grad_pre, grad_bias, start, step, first_channel,
-    START: tl.constexpr, M: tl.constexpr, SUB: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
-    DROPOUT: tl.constexpr, THRESHOLD: tl.constexpr,
-):  # fmt: skip
+    pre,
+    grad_act,
+    gate,
+    local_row,
+    tile_row,
+    valid,
+    hidden,
+    grad_pre,
+    grad_bias,
+    start,
+    step,
+    first_channel,
+    START: tl.constexpr,
+    M: tl.constexpr,
+    SUB: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+):
     """Keep gate * act(pre) and the gradient of pre for the weights; return the latter and the gate's gradient."""
     channel = START + tl.arange(0, SUB)[None, :]
     inside = valid[:, None] & (channel < M)
@@ -172,13 +266,45 @@ def _through_activation(
 @tuned(("BLOCK_K", "BLOCK_D"), **_TILES)
 @triton.jit(do_not_specialize=["first_tile"])
 def backward_kernel(
-    x, grad_y, gates, shared_keys, keys, shared_key_bias, key_bias, shared_values, values, out, hidden, grad_pre,
-    grad_gate, grad_bias, rows, tile_group, tile_count, num_tiles, first_tile, seed, E: tl.constexpr, B: tl.constexpr,
-    D: tl.constexpr, M: tl.constexpr, SUB: tl.constexpr, NUM_SUB: tl.constexpr, TILE_ROWS: tl.constexpr,
-    ACTIVATION: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_BIAS: tl.constexpr, ATOMIC: tl.constexpr,
-    PRECISION: tl.constexpr, DROPOUT: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
-    FIRST_EXPERT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    x,
+    grad_y,
+    gates,
+    shared_keys,
+    keys,
+    shared_key_bias,
+    key_bias,
+    shared_values,
+    values,
+    out,
+    hidden,
+    grad_pre,
+    grad_gate,
+    grad_bias,
+    rows,
+    tile_group,
+    tile_count,
+    num_tiles,
+    first_tile,
+    seed,
+    E: tl.constexpr,
+    B: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    SUB: tl.constexpr,
+    NUM_SUB: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ATOMIC: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    SCALE: tl.constexpr,
+    FIRST_EXPERT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """out[row]: gradient of x[token] through one block. Also what weights, gates and key biases need."""
     local_tile = tl.program_id(0)
     tile = first_tile + local_tile
@@ -200,40 +326,120 @@ def backward_kernel(
     start, step = row_keys(seed, token, expert, DROPOUT, FIRST_EXPERT)
     p0 += _bias(shared_key_bias, key_bias, expert, block, 0, B, M, SUB, HAS_SHARED, HAS_BIAS)
     g0, gate_sum = _through_activation(
-        p0, q0, gate, local_row, local_tile, valid, hidden, grad_pre, grad_bias, start, step, block * M, 0,
-        M, SUB, ACTIVATION, HAS_BIAS, DROPOUT, THRESHOLD,
-    )  # fmt: skip
+        p0,
+        q0,
+        gate,
+        local_row,
+        local_tile,
+        valid,
+        hidden,
+        grad_pre,
+        grad_bias,
+        start,
+        step,
+        block * M,
+        0,
+        M,
+        SUB,
+        ACTIVATION,
+        HAS_BIAS,
+        DROPOUT,
+        THRESHOLD,
+    )
     g1 = g0
     g2 = g0
     if NUM_SUB == 3:
         p1 += _bias(shared_key_bias, key_bias, expert, block, SUB, B, M, SUB, HAS_SHARED, HAS_BIAS)
         p2 += _bias(shared_key_bias, key_bias, expert, block, 2 * SUB, B, M, SUB, HAS_SHARED, HAS_BIAS)
         g1, more = _through_activation(
-            p1, q1, gate, local_row, local_tile, valid, hidden, grad_pre, grad_bias, start, step, block * M, SUB,
-            M, SUB, ACTIVATION, HAS_BIAS, DROPOUT, THRESHOLD,
-        )  # fmt: skip
+            p1,
+            q1,
+            gate,
+            local_row,
+            local_tile,
+            valid,
+            hidden,
+            grad_pre,
+            grad_bias,
+            start,
+            step,
+            block * M,
+            SUB,
+            M,
+            SUB,
+            ACTIVATION,
+            HAS_BIAS,
+            DROPOUT,
+            THRESHOLD,
+        )
         gate_sum += more
         g2, more = _through_activation(
-            p2, q2, gate, local_row, local_tile, valid, hidden, grad_pre, grad_bias, start, step, block * M, 2 * SUB,
-            M, SUB, ACTIVATION, HAS_BIAS, DROPOUT, THRESHOLD,
-        )  # fmt: skip
+            p2,
+            q2,
+            gate,
+            local_row,
+            local_tile,
+            valid,
+            hidden,
+            grad_pre,
+            grad_bias,
+            start,
+            step,
+            block * M,
+            2 * SUB,
+            M,
+            SUB,
+            ACTIVATION,
+            HAS_BIAS,
+            DROPOUT,
+            THRESHOLD,
+        )
         gate_sum += more
     if DROPOUT:
         gate_sum = gate_sum * SCALE
     tl.store(grad_gate + token.to(tl.int64) * (E * B) + group, gate_sum, mask=valid)
     _spread_product(
-        g0, g1, g2, k, out, token, valid, local_tile * TILE_ROWS, D, M, SUB, NUM_SUB, TILE_ROWS, BLOCK_D, PRECISION,
+        g0,
+        g1,
+        g2,
+        k,
+        out,
+        token,
+        valid,
+        local_tile * TILE_ROWS,
+        D,
+        M,
+        SUB,
+        NUM_SUB,
+        TILE_ROWS,
+        BLOCK_D,
+        PRECISION,
         ATOMIC,
-    )  # fmt: skip
+    )
 
 
 @tuned(("BLOCK_D", "BLOCK_R"), **_WEIGHT_TILES)
 @triton.jit(do_not_specialize=["first_tile", "round_tiles"])
 def weight_grad_kernel(
-    channels, source, shared_out, out, rows, tile_count, group_tiles, first_tile, round_tiles, B: tl.constexpr,
-    D: tl.constexpr, M: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_H: tl.constexpr, HAS_SHARED: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
+    channels,
+    source,
+    shared_out,
+    out,
+    rows,
+    tile_count,
+    group_tiles,
+    first_tile,
+    round_tiles,
+    B: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
     """out[expert, block] = channels^T @ source[token], summed over the rows of one group in order.
 
     A group cut by the end of a round is continued in the next, on top of what is stored.
@@ -268,9 +474,17 @@ def weight_grad_kernel(
 
 @triton.jit(do_not_specialize=["first_tile", "round_tiles"])
 def bias_grad_kernel(
-    partial, shared_out, out, group_tiles, first_tile, round_tiles, B: tl.constexpr, M: tl.constexpr,
-    MP: tl.constexpr, HAS_SHARED: tl.constexpr
-):  # fmt: skip
+    partial,
+    shared_out,
+    out,
+    group_tiles,
+    first_tile,
+    round_tiles,
+    B: tl.constexpr,
+    M: tl.constexpr,
+    MP: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+):
     """out[expert, block] = sum of the tiles' partial sums of one group, in order; rounds as in the weights."""
     group = tl.program_id(0)
     start = tl.load(group_tiles + group)
@@ -293,7 +507,7 @@ def bias_grad_kernel(
 @triton.jit
 def _add_value_bias(
     acc, gates, shared_value_bias, value_bias, token, column, E: tl.constexpr, D: tl.constexpr, HAS_SHARED: tl.constexpr
-):  # fmt: skip
+):
     for index in range(0, E):
         expert = index + token * 0  # a tensor in the interpreter as well
         gate = tl.load(gates + token * E + expert)
@@ -305,10 +519,25 @@ def _add_value_bias(
 
 @triton.jit(do_not_specialize=["first_tile", "round_tiles"])
 def combine_kernel(
-    partial, gates, shared_value_bias, value_bias, total, out, token_slots, token_count, num_tiles, first_tile,
-    round_tiles, E: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE_ROWS: tl.constexpr,
-    HAS_SHARED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    partial,
+    gates,
+    shared_value_bias,
+    value_bias,
+    total,
+    out,
+    token_slots,
+    token_count,
+    num_tiles,
+    first_tile,
+    round_tiles,
+    E: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """out[token] = value biases + the token's rows of every round, float32 sums in ascending order of slots.
 
     `total` (N, D) float32 carries the sum to the next round; the last round that has rows writes `out`.
@@ -340,9 +569,17 @@ def combine_kernel(
 
 @triton.jit
 def finish_kernel(
-    total, gates, shared_value_bias, value_bias, out, E: tl.constexpr, D: tl.constexpr, HAS_SHARED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    total,
+    gates,
+    shared_value_bias,
+    value_bias,
+    out,
+    E: tl.constexpr,
+    D: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """out[token] = value biases + total[token]: the end of the mode that adds rows atomically."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -355,10 +592,25 @@ def finish_kernel(
 
 @triton.jit(do_not_specialize=["n"])
 def gate_grad_kernel(
-    partial, grad_y, gates, blocks, shared_value_bias, value_bias, out, n, E: tl.constexpr, B: tl.constexpr,
-    PARTS: tl.constexpr, D: tl.constexpr, EP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_SHARED: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    partial,
+    grad_y,
+    gates,
+    blocks,
+    shared_value_bias,
+    value_bias,
+    out,
+    n,
+    E: tl.constexpr,
+    B: tl.constexpr,
+    PARTS: tl.constexpr,
+    D: tl.constexpr,
+    EP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """out[token, expert] = sum over its blocks of partial + grad_y . value_bias, and 0 where the gate is 0."""
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     wide = token.to(tl.int64)[:, None]

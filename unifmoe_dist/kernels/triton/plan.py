@@ -79,15 +79,21 @@ def count_groups(gates_NE: Tensor, blocks_NB: Tensor, has_shared: bool = False) 
     counts = gates_NE.new_empty((triton.cdiv(n, SPAN), experts, num_blocks), dtype=torch.int32)
     if n:
         _count_kernel[(counts.shape[0], experts)](
-            gates_NE.contiguous(), blocks_NB.contiguous().view(torch.uint8), counts, n, E=experts, B=num_blocks,
-            SPAN=SPAN, BP=power_of_two(num_blocks), HAS_SHARED=has_shared, num_warps=4,
-        )  # fmt: skip
+            gates_NE.contiguous(),
+            blocks_NB.contiguous().view(torch.uint8),
+            counts,
+            n,
+            E=experts,
+            B=num_blocks,
+            SPAN=SPAN,
+            BP=power_of_two(num_blocks),
+            HAS_SHARED=has_shared,
+            num_warps=4,
+        )
     return scan_groups(counts, 1)
 
 
-def scan_groups(
-    counts: Tensor, per_span: int, parts: Tensor | None = None, sums: Tensor | None = None
-) -> GroupOffsets:  # fmt: skip
+def scan_groups(counts: Tensor, per_span: int, parts: Tensor | None = None, sums: Tensor | None = None) -> GroupOffsets:
     """Offsets from (rows, E, B) int32 counts, `per_span` rows to a span; `parts` are added up in the same launch.
 
     Args:
@@ -100,16 +106,28 @@ def scan_groups(
     )
     width, blocks = 0 if parts is None else parts.shape[1], power_of_two(num_blocks)
     _scan_kernel[(experts + (parts is not None),)](
-        counts, offsets.earlier, offsets.totals, parts, sums, rows, 0 if parts is None else parts.shape[0],
-        E=experts, B=num_blocks, BP=blocks, STEP=max(16, min(128, 4096 // blocks)), PER_SPAN=per_span, S=width,
-        SP=power_of_two(width), num_warps=4,
-    )  # fmt: skip
+        counts,
+        offsets.earlier,
+        offsets.totals,
+        parts,
+        sums,
+        rows,
+        0 if parts is None else parts.shape[0],
+        E=experts,
+        B=num_blocks,
+        BP=blocks,
+        STEP=max(16, min(128, 4096 // blocks)),
+        PER_SPAN=per_span,
+        S=width,
+        SP=power_of_two(width),
+        num_warps=4,
+    )
     return offsets
 
 
 def make_plan(
     gates_NE: Tensor, blocks_NB: Tensor, offsets: GroupOffsets, tile_rows: int, has_shared: bool = False, parts: int = 1
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Plan the blocks of every token, in one launch.
 
     Args:
@@ -133,22 +151,55 @@ def make_plan(
         return torch.empty(shape, dtype=torch.int32, device=device)
 
     plan = Plan(
-        empty(max_tiles * tile_rows), empty(max_tiles), empty(max_tiles), empty(1), empty(groups + 1),
-        empty(n, groups), empty(n), tile_rows,
-    )  # fmt: skip
+        empty(max_tiles * tile_rows),
+        empty(max_tiles),
+        empty(max_tiles),
+        empty(1),
+        empty(groups + 1),
+        empty(n, groups),
+        empty(n),
+        tile_rows,
+    )
     _fill_kernel[(spans + 1, experts)](
-        gates, blocks, offsets.earlier, offsets.totals, plan.rows, plan.tile_group, plan.tile_count, plan.num_tiles,
-        plan.group_tiles, plan.token_slots, plan.token_count, n, spans, E=experts, B=num_blocks, PARTS=parts, SPAN=SPAN,
-        TILE_ROWS=tile_rows, GP=power_of_two(groups), BP=power_of_two(num_blocks), HAS_SHARED=has_shared, num_warps=4,
-    )  # fmt: skip
+        gates,
+        blocks,
+        offsets.earlier,
+        offsets.totals,
+        plan.rows,
+        plan.tile_group,
+        plan.tile_count,
+        plan.num_tiles,
+        plan.group_tiles,
+        plan.token_slots,
+        plan.token_count,
+        n,
+        spans,
+        E=experts,
+        B=num_blocks,
+        PARTS=parts,
+        SPAN=SPAN,
+        TILE_ROWS=tile_rows,
+        GP=power_of_two(groups),
+        BP=power_of_two(num_blocks),
+        HAS_SHARED=has_shared,
+        num_warps=4,
+    )
     return plan
 
 
 @triton.jit
 def _selection(
-    gates, blocks, token, expert, n, E: tl.constexpr, B: tl.constexpr, PARTS: tl.constexpr, BP: tl.constexpr,
+    gates,
+    blocks,
+    token,
+    expert,
+    n,
+    E: tl.constexpr,
+    B: tl.constexpr,
+    PARTS: tl.constexpr,
+    BP: tl.constexpr,
     HAS_SHARED: tl.constexpr,
-):  # fmt: skip
+):
     """(tokens, BP) bool: which of the B parts of blocks of `expert` the tokens compute."""
     block = tl.arange(0, BP)
     valid = token < n
@@ -163,9 +214,16 @@ def _selection(
 
 @triton.jit(do_not_specialize=["n"])
 def _count_kernel(
-    gates, blocks, counts, n, E: tl.constexpr, B: tl.constexpr, SPAN: tl.constexpr, BP: tl.constexpr,
+    gates,
+    blocks,
+    counts,
+    n,
+    E: tl.constexpr,
+    B: tl.constexpr,
+    SPAN: tl.constexpr,
+    BP: tl.constexpr,
     HAS_SHARED: tl.constexpr,
-):  # fmt: skip
+):
     span, expert = tl.program_id(0), tl.program_id(1)
     token = span * SPAN + tl.arange(0, SPAN)
     chosen = _selection(gates, blocks, token, expert, n, E, B, 1, BP, HAS_SHARED)
@@ -175,9 +233,21 @@ def _count_kernel(
 
 @triton.jit(do_not_specialize=["rows", "num_parts"])
 def _scan_kernel(
-    counts, earlier, totals, parts, sums, rows, num_parts, E: tl.constexpr, B: tl.constexpr, BP: tl.constexpr,
-    STEP: tl.constexpr, PER_SPAN: tl.constexpr, S: tl.constexpr, SP: tl.constexpr,
-):  # fmt: skip
+    counts,
+    earlier,
+    totals,
+    parts,
+    sums,
+    rows,
+    num_parts,
+    E: tl.constexpr,
+    B: tl.constexpr,
+    BP: tl.constexpr,
+    STEP: tl.constexpr,
+    PER_SPAN: tl.constexpr,
+    S: tl.constexpr,
+    SP: tl.constexpr,
+):
     """One program per expert sums the counts of earlier rows, one more than there are experts sums the parts."""
     expert = tl.program_id(0)
     if expert < E:
@@ -205,10 +275,28 @@ def _scan_kernel(
 
 @triton.jit(do_not_specialize=["n", "spans"])
 def _fill_kernel(
-    gates, blocks, earlier, totals, rows, tile_group, tile_count, num_tiles, group_tiles, token_slots, token_count,
-    n, spans, E: tl.constexpr, B: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.constexpr, TILE_ROWS: tl.constexpr,
-    GP: tl.constexpr, BP: tl.constexpr, HAS_SHARED: tl.constexpr,
-):  # fmt: skip
+    gates,
+    blocks,
+    earlier,
+    totals,
+    rows,
+    tile_group,
+    tile_count,
+    num_tiles,
+    group_tiles,
+    token_slots,
+    token_count,
+    n,
+    spans,
+    E: tl.constexpr,
+    B: tl.constexpr,
+    PARTS: tl.constexpr,
+    SPAN: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    GP: tl.constexpr,
+    BP: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+):
     """B counts the parts of all blocks; offsets and masks are those of whole blocks."""
     span, expert = tl.program_id(0), tl.program_id(1)
     block = tl.arange(0, BP)
@@ -245,10 +333,14 @@ def _fill_kernel(
         position = tl.zeros((SPAN,), tl.int32)
         for first in range(0, expert, 16):
             other = first + tl.arange(0, 16)
-            used = tl.load(
-                gates + token[:, None].to(tl.int64) * E + other[None, :],
-                mask=(token < n)[:, None] & (other < expert)[None, :], other=0.0,
-            ) != 0  # fmt: skip
+            used = (
+                tl.load(
+                    gates + token[:, None].to(tl.int64) * E + other[None, :],
+                    mask=(token < n)[:, None] & (other < expert)[None, :],
+                    other=0.0,
+                )
+                != 0
+            )
             if HAS_SHARED:
                 blocks_each = tl.where(other[None, :] == 0, width[:, None], B - width[:, None])
             else:

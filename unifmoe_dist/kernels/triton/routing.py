@@ -48,7 +48,7 @@ def unsupported(x: Tensor, columns: int, num_blocks: int) -> str | None:
 @not_compiled
 def triton_route(
     x_ND: Tensor, weight_KD: Tensor, keys_HD: Tensor, num_blocks: int, token_mask_N: Tensor | None = None
-) -> Routing:  # fmt: skip
+) -> Routing:
     """Same meaning and gradients as `route` on float32 copies of its inputs and the prototypes of `keys_HD`.
 
     Args:
@@ -77,7 +77,7 @@ class _TritonRoute(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, keys: Tensor, num_blocks: int, token_mask: Tensor | None
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:
         (n, dim), num_experts = x.shape, weight.shape[0] - 1
         coefficients, affinity = (x.new_empty((n, e), dtype=torch.float32) for e in (num_experts + 1, num_experts))
         blocks = x.new_empty((n, num_blocks), dtype=torch.bool)
@@ -92,11 +92,30 @@ class _TritonRoute(torch.autograd.Function):
             parts = x.new_empty((programs, 6 + num_experts + num_blocks), dtype=torch.float32)
             counts = x.new_empty((programs, num_experts + 1, num_blocks), dtype=torch.int32) if counting else None
             _route_kernel[(programs,)](
-                x, columns, mask, coefficients, affinity, blocks.view(torch.uint8), block_count, expert_count, parts,
-                counts, n, K=num_experts, B=num_blocks, D=dim, KP=cols, BP=rows, TOKENS=_TOKENS,
-                BLOCK_D=_block_d(dim, cols + rows), HAS_MASK=mask is not None, COUNTING=counting, SPLIT=split,
-                PRECISION=precision(x.dtype) if split else EXACT, num_warps=4,
-            )  # fmt: skip
+                x,
+                columns,
+                mask,
+                coefficients,
+                affinity,
+                blocks.view(torch.uint8),
+                block_count,
+                expert_count,
+                parts,
+                counts,
+                n,
+                K=num_experts,
+                B=num_blocks,
+                D=dim,
+                KP=cols,
+                BP=rows,
+                TOKENS=_TOKENS,
+                BLOCK_D=_block_d(dim, cols + rows),
+                HAS_MASK=mask is not None,
+                COUNTING=counting,
+                SPLIT=split,
+                PRECISION=precision(x.dtype) if split else EXACT,
+                num_warps=4,
+            )
             if counts is None:
                 statistics, offsets = parts.sum(0, dtype=torch.float64), count_groups(coefficients, blocks, True)
             else:
@@ -113,7 +132,7 @@ class _TritonRoute(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_coefficients: Tensor | None, grad_affinity: Tensor | None, *_: None
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+    ) -> tuple[Tensor | None, ...]:
         x, columns, coefficients, affinity, mask = ctx.saved_tensors
         (n, dim), num_experts = x.shape, affinity.shape[1]
         if not n:
@@ -124,10 +143,22 @@ class _TritonRoute(torch.autograd.Function):
         common = dict(D=dim, KP=width, BLOCK_D=_block_d(dim, width), PRECISION=EXACT, num_warps=4)
         _route_backward_kernel[(triton.cdiv(n, _TOKENS),)](
             None if grad_coefficients is None else grad_coefficients.contiguous(),
-            None if grad_affinity is None else grad_affinity.contiguous(), coefficients, affinity, columns, mask,
-            grad_logits, grad_x, n, K=num_experts, B=ctx.num_blocks, TOKENS=_TOKENS, HAS_MASK=mask is not None,
-            HAS_COEFFICIENTS=grad_coefficients is not None, HAS_AFFINITY=grad_affinity is not None, **common,
-        )  # fmt: skip
+            None if grad_affinity is None else grad_affinity.contiguous(),
+            coefficients,
+            affinity,
+            columns,
+            mask,
+            grad_logits,
+            grad_x,
+            n,
+            K=num_experts,
+            B=ctx.num_blocks,
+            TOKENS=_TOKENS,
+            HAS_MASK=mask is not None,
+            HAS_COEFFICIENTS=grad_coefficients is not None,
+            HAS_AFFINITY=grad_affinity is not None,
+            **common,
+        )
         # Partial sums over spans of tokens, added in order.
         spans = min(64, triton.cdiv(n, 64))
         span = triton.cdiv(triton.cdiv(n, spans), 64) * 64
@@ -144,9 +175,17 @@ def _packed_columns(weight: Tensor, keys: Tensor, num_blocks: int) -> Tensor:
     columns = weight.new_empty((num_columns + num_blocks, dim), dtype=torch.float32)
     width = min(32, power_of_two(dim, 16))
     _columns_kernel[(num_blocks + triton.cdiv(num_columns, 16), triton.cdiv(dim, width))](
-        weight, keys, columns, C=num_columns, B=num_blocks, M=block, D=dim, BLOCK_M=min(64, power_of_two(block)),
-        BLOCK_D=width, num_warps=4,
-    )  # fmt: skip
+        weight,
+        keys,
+        columns,
+        C=num_columns,
+        B=num_blocks,
+        M=block,
+        D=dim,
+        BLOCK_M=min(64, power_of_two(block)),
+        BLOCK_D=width,
+        num_warps=4,
+    )
     return columns
 
 
@@ -157,9 +196,16 @@ def _block_d(dim: int, columns: int) -> int:
 
 @triton.jit
 def _columns_kernel(
-    weight, keys, columns, C: tl.constexpr, B: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
+    weight,
+    keys,
+    columns,
+    C: tl.constexpr,
+    B: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):  # fmt: skip
+):
     """A program per block averages its M keys, the others copy 16 rows of the router's weight."""
     block = tl.program_id(0)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -198,11 +244,29 @@ def _column(values, column, index):
 
 @triton.jit(do_not_specialize=["n"])
 def _route_kernel(
-    x, weight, token_mask, coefficients_out, affinity_out, blocks_out, block_count_out, expert_count_out,
-    statistics_out, counts_out, n, K: tl.constexpr, B: tl.constexpr, D: tl.constexpr, KP: tl.constexpr,
-    BP: tl.constexpr, TOKENS: tl.constexpr, BLOCK_D: tl.constexpr, HAS_MASK: tl.constexpr, COUNTING: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    token_mask,
+    coefficients_out,
+    affinity_out,
+    blocks_out,
+    block_count_out,
+    expert_count_out,
+    statistics_out,
+    counts_out,
+    n,
+    K: tl.constexpr,
+    B: tl.constexpr,
+    D: tl.constexpr,
+    KP: tl.constexpr,
+    BP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    COUNTING: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Logits in columns 0 (shared) and 1..K (experts) of one tile, prototype scores in another."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     wide = token.to(tl.int64)[:, None]
@@ -305,10 +369,26 @@ def _route_kernel(
 
 @triton.jit(do_not_specialize=["n"])
 def _route_backward_kernel(
-    grad_coefficients, grad_affinity, coefficients_in, affinity_in, weight, token_mask, grad_logits, grad_x, n,
-    K: tl.constexpr, B: tl.constexpr, TOKENS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_COEFFICIENTS: tl.constexpr,
-    HAS_AFFINITY: tl.constexpr, D: tl.constexpr, KP: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    grad_coefficients,
+    grad_affinity,
+    coefficients_in,
+    affinity_in,
+    weight,
+    token_mask,
+    grad_logits,
+    grad_x,
+    n,
+    K: tl.constexpr,
+    B: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_COEFFICIENTS: tl.constexpr,
+    HAS_AFFINITY: tl.constexpr,
+    D: tl.constexpr,
+    KP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Through gates = affinity where active, the softmax and the sigmoid; then grad_x = grad_logits @ weight."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     wide = token.to(tl.int64)[:, None]
@@ -346,9 +426,20 @@ def _route_backward_kernel(
 
 @triton.jit(do_not_specialize=["n", "span"])
 def _route_weight_kernel(
-    x, token_mask, grad_logits, partial, n, span, C: tl.constexpr, STEP: tl.constexpr, HAS_MASK: tl.constexpr,
-    D: tl.constexpr, KP: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    x,
+    token_mask,
+    grad_logits,
+    partial,
+    n,
+    span,
+    C: tl.constexpr,
+    STEP: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    D: tl.constexpr,
+    KP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """partial[s] = grad_logits^T @ x over the tokens of span s."""
     start = tl.program_id(0) * span
     c = tl.arange(0, KP)[:, None]

@@ -92,6 +92,13 @@ def tuned(names: tuple[str, str], half: Tiles, single: Tiles) -> Callable[[Any],
     if INTERPRETED:
         return triton.autotune(configs=halves[:1], key=[])
     return lambda kernel: Tuner(
-        kernel, kernel.arg_names, halves, ["D", "M", "TILE_ROWS"], reset_to_zero=None, restore_value=None,
-        pre_hook=clear_sums, prune_configs_by={"early_config_prune": worth_trying}, cache_results=True,
-    )  # fmt: skip
+        kernel,
+        kernel.arg_names,
+        halves,
+        ["D", "M", "TILE_ROWS"],
+        reset_to_zero=None,
+        restore_value=None,
+        pre_hook=clear_sums,
+        prune_configs_by={"early_config_prune": worth_trying},
+        cache_results=True,
+    )

@@ -4,19 +4,31 @@ from unifmoe_dist.studies.benchmark.layers import contenders, has_fast_bf16, run
 from unifmoe_dist.studies.benchmark.memory import kept_for_backward
 from unifmoe_dist.studies.benchmark.models import MODELS, Model, run_model
 from unifmoe_dist.studies.benchmark.records import as_record, sweep_table, table
-from unifmoe_dist.studies.benchmark.shapes import (
-    CPU_TOKENS,
-    LANGUAGE,
-    PAPER,
-    VISION,
-    Shape,
-    at_operating_point,
-    sweeps,
-)
+from unifmoe_dist.studies.benchmark.shapes import CPU_TOKENS, LANGUAGE, PAPER, VISION, Shape, at_operating_point, sweeps
 from unifmoe_dist.studies.benchmark.timing import Contender, Result, Timing, matmul_rate, measure, prepare
 
 __all__ = [
-    "CPU_TOKENS", "LANGUAGE", "MODELS", "PAPER", "VISION", "Contender", "Model", "Result", "Shape", "Timing",
-    "as_record", "at_operating_point", "contenders", "has_fast_bf16", "kept_for_backward", "matmul_rate", "measure",
-    "prepare", "run_layer", "run_model", "sweep_table", "sweeps", "table",
-]  # fmt: skip
+    "CPU_TOKENS",
+    "LANGUAGE",
+    "MODELS",
+    "PAPER",
+    "VISION",
+    "Contender",
+    "Model",
+    "Result",
+    "Shape",
+    "Timing",
+    "as_record",
+    "at_operating_point",
+    "contenders",
+    "has_fast_bf16",
+    "kept_for_backward",
+    "matmul_rate",
+    "measure",
+    "prepare",
+    "run_layer",
+    "run_model",
+    "sweep_table",
+    "sweeps",
+    "table",
+]

@@ -78,9 +78,14 @@ def contenders(shape: Shape, x: Tensor, top_ks: Sequence[int] = (1, 2), referenc
 
 
 def run_layer(
-    shape: Shape, device: torch.device, dtype: torch.dtype, seconds: float, on_round: Callable[[], object],
-    rate: float, brief: bool = False,
-) -> Result:  # fmt: skip
+    shape: Shape,
+    device: torch.device,
+    dtype: torch.dtype,
+    seconds: float,
+    on_round: Callable[[], object],
+    rate: float,
+    brief: bool = False,
+) -> Result:
     """Time every contender at one shape.
 
     Args:

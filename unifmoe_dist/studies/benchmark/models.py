@@ -74,7 +74,7 @@ MODELS = {
         Model("deit-s", _deit_small, _images, (8, 10), 6, 8, 11.41, batch=64, cpu_batch=4),
         Model("bert-large", _bert_large, _sentences, (20, 22), 16, 16, 47.61, batch=32, cpu_batch=1),
     )
-}  # fmt: skip
+}
 
 
 class _PerToken(nn.Module):
@@ -89,9 +89,14 @@ class _PerToken(nn.Module):
 
 
 def run_model(
-    model: Model, device: torch.device, dtype: torch.dtype, batch: int, seconds: float,
-    on_round: Callable[[], object], rate: float,
-) -> Result:  # fmt: skip
+    model: Model,
+    device: torch.device,
+    dtype: torch.dtype,
+    batch: int,
+    seconds: float,
+    on_round: Callable[[], object],
+    rate: float,
+) -> Result:
     """Time inference and training steps (forward, backward, AdamW) of a model's versions, interleaved.
 
     Args:

@@ -98,8 +98,10 @@ def plot_sweeps(sweeps: dict[str, list[Result]], where: str, path: Path) -> Path
 def _line(axis: Axes, swept: str, results: list[Result], kind: str, contender: str, colour: str) -> None:
     points = [
         (_size(swept, result), result.over_floor(t, kind))
-        for result in results for t in result.timings if t.contender == contender
-    ]  # fmt: skip
+        for result in results
+        for t in result.timings
+        if t.contender == contender
+    ]
     axis.plot(*zip(*points, strict=True) if points else ([], []), "o-", color=colour, label=contender, markersize=4)
 
 

@@ -53,8 +53,10 @@ def sweep_table(swept: str, results: Iterable[Result]) -> str:
         found = {t.contender: t for t in result.timings}
         cells = [
             " / ".join(_number(result.over_floor(found[n], kind)) for kind in ("forward", "training"))
-            if n in found else "" for n in names
-        ]  # fmt: skip
+            if n in found
+            else ""
+            for n in names
+        ]
         lines.append("| " + " | ".join([f"{result.name}: {result.sizes}", *cells]) + " |")
     skipped = {name: why for result in results for name, why in result.skipped.items()}
     return "\n".join([*lines, *_left_out(skipped)])
@@ -77,8 +79,11 @@ def _notes(result: Result) -> list[str]:
     mixtures = [t for t in result.timings if t.contender.endswith("top-2")]
     if ours and mixtures:
         least = min(mixtures, key=lambda t: t.kept)
-        lines += ["", f"UniF-MoE keeps {_megabytes(ours.kept)} MB for the backward pass, the leanest top-2 mixture, "
-                  f"{least.contender}, {_megabytes(least.kept)} MB: {ours.kept / least.kept:.2f} times."]  # fmt: skip
+        lines += [
+            "",
+            f"UniF-MoE keeps {_megabytes(ours.kept)} MB for the backward pass, the leanest top-2 mixture, "
+            f"{least.contender}, {_megabytes(least.kept)} MB: {ours.kept / least.kept:.2f} times.",
+        ]
     return lines + _left_out(result.skipped)
 
 

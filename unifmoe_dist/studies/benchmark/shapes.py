@@ -39,11 +39,12 @@ LANGUAGE = Shape("language", 16384, 1024, 4096, 16, 16, 47.61)
 PAPER = {
     shape.name: shape
     for shape in (
-        VISION, LANGUAGE,
+        VISION,
+        LANGUAGE,
         replace(VISION, name="vision-uniform", block_compute=None),
         replace(LANGUAGE, name="language-uniform", block_compute=None),
     )
-}  # fmt: skip
+}
 CPU_TOKENS = {"vision": 1576, "language": 256, "vision-uniform": 1576, "language-uniform": 256}
 
 

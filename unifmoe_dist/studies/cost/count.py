@@ -83,9 +83,7 @@ def library_flops(model: nn.Module, inputs: Mapping[str, Any]) -> int:
     return counter.get_total_flops()
 
 
-def count_cost(
-    model: nn.Module, inputs: Mapping[str, Tensor], usage: Mapping[str, UsageSummary] | None = None
-) -> Cost:
+def count_cost(model: nn.Module, inputs: Mapping[str, Tensor], usage: Mapping[str, UsageSummary] | None = None) -> Cost:
     """Count a model with all its experts on this rank.
 
     Args:

@@ -80,10 +80,13 @@ def measure_cost(
     train_seconds, train_memory = _measure(train, given, device, repeats, warmup)
     cuda = device.type == "cuda"
     return MeasuredCost(
-        train_seconds, eval_seconds, train_memory, eval_memory,
+        train_seconds,
+        eval_seconds,
+        train_memory,
+        eval_memory,
         "CUDA allocator" if cuda else "live tensors",
         torch.cuda.get_device_name(device) if cuda else "CPU",
-    )  # fmt: skip
+    )
 
 
 def _inference(

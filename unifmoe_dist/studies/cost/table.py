@@ -37,10 +37,7 @@ def markdown_table(
         columns: Statistics by method.
         published: The paper's, in brackets behind ours where it has the method.
     """
-    lines = [
-        "| statistic | " + " | ".join(columns) + " |",
-        "| --- |" + " ---: |" * len(columns),
-    ]
+    lines = ["| statistic | " + " | ".join(columns) + " |", "| --- |" + " ---: |" * len(columns)]
     for name in STATISTICS:
         if any(name in column for column in columns.values()):
             cells = [_cell(name, column, (published or {}).get(method)) for method, column in columns.items()]
@@ -55,14 +52,16 @@ def csv_table(
     return csv_text(
         [
             {
-                "method": method, "statistic": name, "value": column[name],
+                "method": method,
+                "statistic": name,
+                "value": column[name],
                 "published": (published or {}).get(method, {}).get(name, ""),
             }
             for method, column in columns.items()
             for name in STATISTICS
             if name in column
         ]
-    )  # fmt: skip
+    )
 
 
 def _cell(name: str, column: Mapping[str, float], published: Mapping[str, float] | None) -> str:

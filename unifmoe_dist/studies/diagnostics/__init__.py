@@ -1,8 +1,8 @@
 """Diagnostics of a trained top-k MoE layer: the paper's section "Motivation", equations to the letter.
 
-    captured = capture(model, {"blocks.3.mlp": layer}, batches, keep_tokens=True)["blocks.3.mlp"]
-    diagnosis = diagnose(FrozenExperts.of(layer), captured.tokens, expert_scores(captured.routing))
-    write_diagnosis(diagnosis, folder)
+captured = capture(model, {"blocks.3.mlp": layer}, batches, keep_tokens=True)["blocks.3.mlp"]
+diagnosis = diagnose(FrozenExperts.of(layer), captured.tokens, expert_scores(captured.routing))
+write_diagnosis(diagnosis, folder)
 """
 
 from unifmoe_dist.studies.diagnostics.channels import FrozenExperts
@@ -12,5 +12,11 @@ from unifmoe_dist.studies.diagnostics.tables import write_diagnosis
 from unifmoe_dist.studies.diagnostics.task_router import train_router_on_task
 
 __all__ = [
-    "Diagnosis", "FrozenExperts", "RouterTraining", "Settings", "diagnose", "train_router_on_task", "write_diagnosis",
-]  # fmt: skip
+    "Diagnosis",
+    "FrozenExperts",
+    "RouterTraining",
+    "Settings",
+    "diagnose",
+    "train_router_on_task",
+    "write_diagnosis",
+]

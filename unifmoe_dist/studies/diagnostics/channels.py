@@ -60,9 +60,7 @@ class FrozenExperts:
         return FrozenExperts.from_ffns(ffns, layer.config.activation)
 
     @staticmethod
-    def from_ffns(
-        ffns: list[tuple[Tensor, Tensor | None, Tensor, Tensor | None]], activation: str
-    ) -> FrozenExperts:
+    def from_ffns(ffns: list[tuple[Tensor, Tensor | None, Tensor, Tensor | None]], activation: str) -> FrozenExperts:
         """From weights in nn.Linear layouts: up (H, d), up bias (H,), down (d, H), down bias (d,).
 
         Raises:
@@ -82,9 +80,7 @@ class FrozenExperts:
         return FrozenExperts(keys, key_bias, values, activation)
 
     def to(self, dtype: torch.dtype) -> FrozenExperts:
-        return FrozenExperts(
-            self.keys.to(dtype), self.key_bias.to(dtype), self.values.to(dtype), self.activation
-        )
+        return FrozenExperts(self.keys.to(dtype), self.key_bias.to(dtype), self.values.to(dtype), self.activation)
 
     def activations(self, x: Tensor) -> Tensor:
         """(K, N, C): what every channel of every expert multiplies its value by, for (N, d) tokens."""

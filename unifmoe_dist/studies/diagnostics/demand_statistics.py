@@ -62,9 +62,16 @@ class DemandStatistics:
 
 
 def demand_statistics(
-    demand: Tensor, pair: Tensor, ratio: Tensor, num_experts: int, epsilon: float,
-    group_size: int = 5, resamples: int = 9999, confidence: float = 0.95, seed: int = 0,
-) -> DemandStatistics:  # fmt: skip
+    demand: Tensor,
+    pair: Tensor,
+    ratio: Tensor,
+    num_experts: int,
+    epsilon: float,
+    group_size: int = 5,
+    resamples: int = 9999,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> DemandStatistics:
     """Summarise k_eps (N,) by pair.
 
     Pairs that no token chose have no demand and are left out. Where fewer than 2 `group_size` pairs remain, the groups
@@ -120,9 +127,15 @@ def _bootstrap(
     with np.errstate(invalid="ignore", divide="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", stats.DegenerateDataWarning)
         result = stats.bootstrap(
-            (ratio.numpy(), means.numpy()), _pearson_rows, paired=True, vectorized=True, n_resamples=resamples,
-            confidence_level=confidence, method="percentile", random_state=np.random.default_rng(seed),
-        )  # fmt: skip
+            (ratio.numpy(), means.numpy()),
+            _pearson_rows,
+            paired=True,
+            vectorized=True,
+            n_resamples=resamples,
+            confidence_level=confidence,
+            method="percentile",
+            random_state=np.random.default_rng(seed),
+        )
     tail = (1 - confidence) / 2
     low, high = np.nanquantile(result.bootstrap_distribution, [tail, 1 - tail])
     return correlation, (float(low), float(high))

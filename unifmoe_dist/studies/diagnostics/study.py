@@ -119,11 +119,18 @@ def diagnose(
         errors = prefix_errors(of, order)
         return [
             demand_statistics(
-                functional_demand(errors, epsilon), pair, sets.ratio, experts.num_experts, epsilon,
-                settings.group_size, settings.resamples, settings.confidence, settings.router.seed,
+                functional_demand(errors, epsilon),
+                pair,
+                sets.ratio,
+                experts.num_experts,
+                epsilon,
+                settings.group_size,
+                settings.resamples,
+                settings.confidence,
+                settings.router.seed,
             )
             for epsilon in settings.epsilons
-        ]  # fmt: skip
+        ]
 
     return Diagnosis(
         settings=settings,

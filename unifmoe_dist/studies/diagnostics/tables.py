@@ -61,9 +61,12 @@ def pair_rows(diagnosis: Diagnosis) -> list[dict[str, Any]]:
     rows = []
     for p, (i, j) in enumerate(diagnosis.pairs):
         row: dict[str, Any] = {
-            "expert_i": i, "expert_j": j, "shared_ratio": float(diagnosis.sets.ratio[p]),
-            "coactivation_frequency": float(diagnosis.frequency[p]), "tokens": int(diagnosis.demand[0].tokens[p]),
-        }  # fmt: skip
+            "expert_i": i,
+            "expert_j": j,
+            "shared_ratio": float(diagnosis.sets.ratio[p]),
+            "coactivation_frequency": float(diagnosis.frequency[p]),
+            "tokens": int(diagnosis.demand[0].tokens[p]),
+        }
         for statistics in diagnosis.demand:
             row[f"mean_demand_eps_{statistics.epsilon:g}"] = float(statistics.mean_demand[p])
         for statistics in diagnosis.demand_uniform:
@@ -89,22 +92,27 @@ def cdf_rows(diagnosis: Diagnosis) -> list[dict[str, Any]]:
                 for m, (value, error) in enumerate(zip(group.cdf, group.standard_error, strict=True), start=1):
                     rows.append(
                         {
-                            "averaging": averaging, "epsilon": statistics.epsilon, "group": name, "prefix": m,
-                            "cdf": float(value), "standard_error": float(error),
+                            "averaging": averaging,
+                            "epsilon": statistics.epsilon,
+                            "group": name,
+                            "prefix": m,
+                            "cdf": float(value),
+                            "standard_error": float(error),
                         }
-                    )  # fmt: skip
+                    )
     return rows
 
 
 def _transition(transition: RankTransition) -> dict[str, Any]:
     return {
-        "matrix": transition.matrix, "same_pair": transition.same_pair, "diagonal": transition.diagonal,
-        "chance_same_pair": transition.chance_same_pair, "chance_diagonal": transition.chance_diagonal,
-    }  # fmt: skip
+        "matrix": transition.matrix,
+        "same_pair": transition.same_pair,
+        "diagonal": transition.diagonal,
+        "chance_same_pair": transition.chance_same_pair,
+        "chance_diagonal": transition.chance_diagonal,
+    }
 
 
 def _demand(statistics: DemandStatistics) -> dict[str, Any]:
-    groups = {
-        name: asdict(group) | {"success_at_2": group.success(2)} for name, group in statistics.groups.items()
-    }
+    groups = {name: asdict(group) | {"success_at_2": group.success(2)} for name, group in statistics.groups.items()}
     return asdict(statistics) | {"groups": groups}

@@ -14,10 +14,25 @@ from unifmoe_dist.studies.doctor.findings import SETUP, Finding, problem
 __all__ = ["Finding", "examine"]
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
-    software.python, software.torch_builds, gpus.driver, gpus.devices, gpus.compiler, gpus.triton, software.deepspeed,
-    software.tutel, software.mpi, software.models, network.names, network.interfaces, network.port,
-    network.launcher_variables, network.backends, machine.capacity, machine.shared_memory, machine.threads,
-)  # fmt: skip
+    software.python,
+    software.torch_builds,
+    gpus.driver,
+    gpus.devices,
+    gpus.compiler,
+    gpus.triton,
+    software.deepspeed,
+    software.tutel,
+    software.mpi,
+    software.models,
+    network.names,
+    network.interfaces,
+    network.port,
+    network.launcher_variables,
+    network.backends,
+    machine.capacity,
+    machine.shared_memory,
+    machine.threads,
+)
 
 
 def examine(data: Path = Path("data")) -> Iterator[Finding]:

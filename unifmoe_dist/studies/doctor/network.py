@@ -48,9 +48,11 @@ def interfaces() -> Iterator[Finding]:
     text = ", ".join(f"{name} {address}" for name, address in found.items())
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         wanted = os.environ.get(variable, "").lstrip("=^")
-        if wanted and not os.environ[variable].startswith("^") and not any(
-            name.startswith(word) for word in wanted.split(",") for name in up
-        ):  # fmt: skip
+        if (
+            wanted
+            and not os.environ[variable].startswith("^")
+            and not any(name.startswith(word) for word in wanted.split(",") for name in up)
+        ):
             advice = f"`unset {variable}`, or name one of {', '.join(sorted(up))}"
             yield problem("interfaces", f"{variable} is {wanted}, which is not up here", advice)
     if not found:
@@ -111,10 +113,15 @@ def _summed(backend: str, world_size: int, advice: str) -> Finding:
     ranks, place, end = range(world_size), str(free_port()), time.monotonic() + SECONDS
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     processes = [
-        subprocess.Popen([*words, str(rank), str(world_size), place], env=clean, stdout=subprocess.DEVNULL,
-                         stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*words, str(rank), str(world_size), place],
+            env=clean,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for rank in ranks
-    ]  # fmt: skip
+    ]
     try:
         said = [process.communicate(timeout=max(0.1, end - time.monotonic()))[1] for process in processes]
     except subprocess.TimeoutExpired:

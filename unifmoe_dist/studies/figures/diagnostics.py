@@ -34,9 +34,14 @@ def coactivation_figure(diagnosis: Diagnosis) -> Figure:
         at = (100 * float(diagnosis.sets.ratio[p]), 100 * float(diagnosis.frequency[p]))
         scatter.annotate(f"{i},{j}", at, xytext=(4, 3), textcoords="offset points", fontsize=7, color="0.4")
     r = diagnosis.coactivation
-    label(scatter, r"shared ratio $\rho_{ij}$ (%)", "co-activation (% of tokens)",
-          f"Pearson r = {r.r:.3f} (p = {r.p_value:.2g}, {len(diagnosis.pairs)} pairs)" if isfinite(r.r)
-          else "no correlation: one of the two is constant")  # fmt: skip
+    label(
+        scatter,
+        r"shared ratio $\rho_{ij}$ (%)",
+        "co-activation (% of tokens)",
+        f"Pearson r = {r.r:.3f} (p = {r.p_value:.2g}, {len(diagnosis.pairs)} pairs)"
+        if isfinite(r.r)
+        else "no correlation: one of the two is constant",
+    )
     scatter.margins(x=0.12)
     scatter.set_ylim(bottom=0)
     _ratio_axis(scatter, diagnosis)
@@ -105,8 +110,14 @@ def _cdf(axis: Axes, statistics: DemandStatistics, num_experts: int) -> None:
             group = statistics.groups[name]
             text = f"{len(group.pairs)} pairs of {name}est shared ratio"
             axis.plot(prefixes, group.cdf, color=colour, marker=marker, markersize=4, label=text)
-            axis.fill_between(prefixes, group.cdf - group.standard_error, group.cdf + group.standard_error,
-                              color=colour, alpha=0.2, linewidth=0)  # fmt: skip
+            axis.fill_between(
+                prefixes,
+                group.cdf - group.standard_error,
+                group.cdf + group.standard_error,
+                color=colour,
+                alpha=0.2,
+                linewidth=0,
+            )
     axis.set_xticks(list(prefixes))
     axis.set_ylim(-0.02, 1.02)
     label(axis, "residual experts $m$", r"$\Pr[k_\varepsilon \leq m]$", rf"$\varepsilon$ = {statistics.epsilon:g}")

@@ -15,9 +15,7 @@ from unifmoe_dist.studies.figures.style import heatmap, new_figure
 from unifmoe_dist.studies.usage.maps import ElementUsage, high_demand
 
 
-def patch_figure(
-    images: Tensor, compute: Tensor, threshold: int, titles: Sequence[str], columns: int = 4
-) -> Figure:
+def patch_figure(images: Tensor, compute: Tensor, threshold: int, titles: Sequence[str], columns: int = 4) -> Figure:
     """Images beside the block usage of their patches; patches with C_B >= threshold are outlined.
 
     Args:
@@ -68,10 +66,7 @@ def element_figure(image: Tensor, mask: Tensor, usage: ElementUsage, names: Sequ
     original.set_title("image", fontsize=10)
     _semantics(semantics, mask, usage.elements, names)
     blocks, experts = bottom.subplots(1, 2)
-    for axis, values, text in (
-        (blocks, usage.blocks, "shared block"),
-        (experts, usage.experts, "residual expert"),
-    ):
+    for axis, values, text in ((blocks, usage.blocks, "shared block"), (experts, usage.experts, "residual expert")):
         columns = [str(c) for c in range(values.shape[1])]
         rows = [f"{name} ({count})" for name, count in zip(names, usage.patches, strict=True)]
         heatmap(axis, 100 * values, rows, columns, 0, 100 * float(values.max()), form="{:.0f}")

@@ -41,9 +41,16 @@ def label(axis: Axes, xlabel: str, ylabel: str, title: str) -> None:
 
 
 def heatmap(
-    axis: Axes, values: Tensor, rows: list[str], columns: list[str], low: float, high: float,
-    colours: str = "Blues", form: str = "{:z.2f}", numbers: bool = True,
-) -> Any:  # fmt: skip
+    axis: Axes,
+    values: Tensor,
+    rows: list[str],
+    columns: list[str],
+    low: float,
+    high: float,
+    colours: str = "Blues",
+    form: str = "{:z.2f}",
+    numbers: bool = True,
+) -> Any:
     """A matrix with its numbers in the cells; NaN cells are grey. Returns what a colour bar needs."""
     data = values.double().numpy()
     image = axis.imshow(data, cmap=colours, vmin=low, vmax=high)

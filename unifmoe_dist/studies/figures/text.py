@@ -52,8 +52,17 @@ def text_figure(texts: Sequence[TextCompute], titles: Sequence[str] | None = Non
             continue
         ground = mapping.to_rgba(np.asarray(p.value))
         box = {"boxstyle": "round,pad=0.25", "facecolor": ground, "edgecolor": "none"}
-        axis.text(p.x, p.y, p.string, fontsize=10, family="monospace", va="center", color=ink_on(ground), bbox=box,
-                  parse_math=False)  # fmt: skip
+        axis.text(
+            p.x,
+            p.y,
+            p.string,
+            fontsize=10,
+            family="monospace",
+            va="center",
+            color=ink_on(ground),
+            bbox=box,
+            parse_math=False,
+        )
         axis.text(p.x, p.y + 0.21, str(p.value), fontsize=6.5, color="0.35", va="center")
     bar = figure.add_axes((0.25, 0.52 / height, 0.5, 0.1 / height))
     bounds = figure.colorbar(mapping, cax=bar, orientation="horizontal", label="blocks executed $C_B$")
@@ -61,9 +70,7 @@ def text_figure(texts: Sequence[TextCompute], titles: Sequence[str] | None = Non
     return figure
 
 
-def _layout(
-    texts: Sequence[TextCompute], titles: Sequence[str] | None, width: float
-) -> tuple[list[_Placed], float]:
+def _layout(texts: Sequence[TextCompute], titles: Sequence[str] | None, width: float) -> tuple[list[_Placed], float]:
     """All strings at their places, and the height used."""
     placed: list[_Placed] = []
     y, left = 0.08, 0.15

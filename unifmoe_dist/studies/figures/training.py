@@ -47,8 +47,14 @@ def curves_figure(runs: Mapping[str, Records]) -> Figure:
         if validation and (metric := validation[-1]["metric"]) != "accuracy":
             scores[metric] = f"{where}validation, {metric.replace('_', ' ')}"
         for style, (key, text) in zip(("o-", "s--"), scores.items(), strict=False):
-            right.plot([r["step"] for r in validation], [100 * r[key] for r in validation], style, color=second,
-                       markersize=4, label=text)  # fmt: skip
+            right.plot(
+                [r["step"] for r in validation],
+                [100 * r[key] for r in validation],
+                style,
+                color=second,
+                markersize=4,
+                label=text,
+            )
         metrics.update(scores)
     for axis in (left, *middle):
         if axis.get_lines():
@@ -84,8 +90,13 @@ def compute_figure(runs: Mapping[str, Records]) -> Figure | None:
         for style, (name, train) in zip(("-", "--", ":", "-."), trained.items(), strict=False):
             for colour, layer in zip(_COLOURS * len(train[-1]["layers"]), train[-1]["layers"], strict=False):
                 shown = [r for r in train if layer in r["layers"]]
-                axis.plot([r["step"] for r in shown], [r["layers"][layer][key] for r in shown], style, color=colour,
-                          label=f"{plain(name)}: {layer}" if name else layer)  # fmt: skip
+                axis.plot(
+                    [r["step"] for r in shown],
+                    [r["layers"][layer][key] for r in shown],
+                    style,
+                    color=colour,
+                    label=f"{plain(name)}: {layer}" if name else layer,
+                )
         label(axis, "step", f"mean {text}", title)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes[0].legend(frameon=False, fontsize=8)

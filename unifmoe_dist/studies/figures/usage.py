@@ -9,14 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from unifmoe_dist.studies.diagnostics.pairs import expert_pairs
-from unifmoe_dist.studies.figures.style import (
-    EXPERT_COLOUR,
-    SHARED_COLOUR,
-    heatmap,
-    label,
-    new_figure,
-    plain,
-)
+from unifmoe_dist.studies.figures.style import EXPERT_COLOUR, SHARED_COLOUR, heatmap, label, new_figure, plain
 from unifmoe_dist.studies.usage.study import Distribution, LayerUsage
 
 QUANTITIES = (
@@ -40,8 +33,15 @@ def distribution_figure(layers: Mapping[str, LayerUsage]) -> Figure:
 
 def _histogram(axis: Axes, values: Distribution, text: str, colour: str) -> None:
     edges = np.asarray(values.edges)
-    axis.bar(edges[:-1], 100 * np.asarray(values.fraction), np.diff(edges), align="edge", color=colour,
-             edgecolor="white", linewidth=0.5)  # fmt: skip
+    axis.bar(
+        edges[:-1],
+        100 * np.asarray(values.fraction),
+        np.diff(edges),
+        align="edge",
+        color=colour,
+        edgecolor="white",
+        linewidth=0.5,
+    )
     axis.axvline(values.mean, color="black", linewidth=1.2)
     low, high = values.quantiles[0.25], values.quantiles[0.75]
     label(axis, text, "", f"mean {values.mean:.2f}, quartiles {low:.3g} to {high:.3g}")

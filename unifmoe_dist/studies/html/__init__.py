@@ -6,20 +6,7 @@
 The page holds its images, loads nothing, and runs no script.
 """
 
-from unifmoe_dist.studies.html.page import (
-    Block,
-    Cell,
-    Code,
-    KeyNumber,
-    Number,
-    Page,
-    Picture,
-    Section,
-    Table,
-    Text,
-)
+from unifmoe_dist.studies.html.page import Block, Cell, Code, KeyNumber, Number, Page, Picture, Section, Table, Text
 from unifmoe_dist.studies.html.write import write_page
 
-__all__ = [
-    "Block", "Cell", "Code", "KeyNumber", "Number", "Page", "Picture", "Section", "Table", "Text", "write_page",
-]  # fmt: skip
+__all__ = ["Block", "Cell", "Code", "KeyNumber", "Number", "Page", "Picture", "Section", "Table", "Text", "write_page"]

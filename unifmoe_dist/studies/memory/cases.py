@@ -43,11 +43,13 @@ def cases(folder: Path) -> Iterator[Case]:
     yield from (
         Case("digits ViT, ZeRO 1", _DIGITS),
         Case("digits ViT, ZeRO 0", f"{_DIGITS} --parallel.zero_stage 0"),
-        Case("digits ViT, ZeRO 2, accumulation 2",
-             f"{_DIGITS} --parallel.zero_stage 2 --parallel.gradient_accumulation 2"),
+        Case(
+            "digits ViT, ZeRO 2, accumulation 2",
+            f"{_DIGITS} --parallel.zero_stage 2 --parallel.gradient_accumulation 2",
+        ),
         Case("digits ViT, ZeRO 1, offloaded", f"{_DIGITS} --parallel.offload_optimizer true"),
         Case("digits ViT, SGD with momentum", f"{_DIGITS} --optim.name sgd --optim.momentum 0.9"),
-    )  # fmt: skip
+    )
     for ranks in (1, 2):
         for stage in (0, 1, 2):
             words = f"{_VISION} --data.batch_size {4 // ranks} --parallel.zero_stage {stage}"
@@ -55,20 +57,27 @@ def cases(folder: Path) -> Iterator[Case]:
     vision = f"{_VISION} --data.batch_size 4"
     yield from (
         Case("DeiT-S, 24 images, ZeRO 1", f"{_VISION} --data.batch_size 8"),
-        Case("DeiT-S, 48 images, ZeRO 1, checkpointing",
-             f"{_VISION} --data.batch_size 16 --parallel.gradient_checkpointing true"),
+        Case(
+            "DeiT-S, 48 images, ZeRO 1, checkpointing",
+            f"{_VISION} --data.batch_size 16 --parallel.gradient_checkpointing true",
+        ),
         Case("DeiT-S, 12 images, ZeRO 2, bf16", f"{vision} --parallel.zero_stage 2 --parallel.precision bf16"),
         Case("DeiT-S, 12 images, dense", f"{vision} --model.moe none"),
         Case("DeiT-S, 12 images, top-2", f"{vision} --model.moe topk"),
         Case("DeiT-S, 12 images, LFME, dense", f"{vision} --model.moe none --algorithm.name lfme"),
         Case("DeiT-S, 6 images, experts over 2 ranks", f"{vision} --parallel.expert_parallel_size 2", 2),
-    )  # fmt: skip
+    )
     for stage in (1, 2):
         yield Case(f"BERT, 6 layers, 32 sentences, ZeRO {stage}", f"{bert} --parallel.zero_stage {stage}")
     yield from (
-        Case("BERT, 6 layers, 32 sentences, bf16, offloaded",
-             f"{bert} --parallel.precision bf16 --parallel.offload_optimizer true"),
-        Case("BERT, 6 layers, 16 sentences, 16 experts over 2 ranks",
-             f"{bert} --model.num_experts 16 --parallel.expert_parallel_size 2", 2),
+        Case(
+            "BERT, 6 layers, 32 sentences, bf16, offloaded",
+            f"{bert} --parallel.precision bf16 --parallel.offload_optimizer true",
+        ),
+        Case(
+            "BERT, 6 layers, 16 sentences, 16 experts over 2 ranks",
+            f"{bert} --model.num_experts 16 --parallel.expert_parallel_size 2",
+            2,
+        ),
         Case("BERT, 6 layers, 32 sentences, checkpointing", f"{bert} --parallel.gradient_checkpointing true"),
-    )  # fmt: skip
+    )

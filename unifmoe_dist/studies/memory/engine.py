@@ -111,9 +111,16 @@ class EngineMemory:
     """
 
     def __init__(
-        self, groups: Sequence[Group], optim: OptimConfig, stage: int, live: LiveBytes, host: Ledger | None,
-        accumulation: int, foreach: bool, bucket: int,
-    ) -> None:  # fmt: skip
+        self,
+        groups: Sequence[Group],
+        optim: OptimConfig,
+        stage: int,
+        live: LiveBytes,
+        host: Ledger | None,
+        accumulation: int,
+        foreach: bool,
+        bucket: int,
+    ) -> None:
         self.groups, self.stage, self.live, self.host = groups, stage, live, host
         self.accumulation, self.bucket_size = accumulation, bucket
         self.device = live.ledger

@@ -22,12 +22,7 @@ from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.task import Batch
 from unifmoe_dist.studies.memory.engine import EngineMemory, Group
 from unifmoe_dist.studies.memory.ledger import Ledger, LiveBytes
-from unifmoe_dist.studies.memory.models import (
-    fake_storage,
-    sizes_of_algorithm,
-    stand_in_for_experts,
-    task_of_sizes,
-)
+from unifmoe_dist.studies.memory.models import fake_storage, sizes_of_algorithm, stand_in_for_experts, task_of_sizes
 from unifmoe_dist.studies.memory.operators import gpu_operators
 from unifmoe_dist.studies.memory.stand_ins import Load
 from unifmoe_dist.train import build
@@ -87,16 +82,24 @@ def estimate(config: TrainConfig, ranks: int = 1, gpu: bool = True, load: Load |
         stand_in_for_experts(algorithm, gpu, load, size)
         groups = [
             Group(
-                group["params"], bool(group.get("moe")), ranks // size if group.get("moe") else ranks,
+                group["params"],
+                bool(group.get("moe")),
+                ranks // size if group.get("moe") else ranks,
                 group["weight_decay"] > 0,
             )
             for group in build.parameter_groups(algorithm, config.optim.weight_decay, decay=config.optim.decay)
-        ]  # fmt: skip
+        ]
         live = LiveBytes(device)
         engine = EngineMemory(
-            groups, config.optim, parallel.zero_stage, live, host, parallel.gradient_accumulation,
-            foreach=gpu, bucket=build.reduce_bucket(algorithm),
-        )  # fmt: skip
+            groups,
+            config.optim,
+            parallel.zero_stage,
+            live,
+            host,
+            parallel.gradient_accumulation,
+            foreach=gpu,
+            bucket=build.reduce_bucket(algorithm),
+        )
         engine.hold()
         trained = {p for group in groups for p in group.parameters}
         held = [t for t in (*algorithm.parameters(), *algorithm.buffers()) if t not in trained]

@@ -37,7 +37,7 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     return _FusedAttention.apply(query, key, value, attn_mask)
 
 

@@ -119,9 +119,18 @@ class ExpertsStandIn(nn.Module):
         if self.gpu:
             return _fused(x, gates, blocks, weights, None)
         return _Grouped.apply(
-            x, gates, blocks, weights.keys, weights.values, weights.key_bias, weights.value_bias, weights.num_blocks,
-            round(rows), torch.is_grad_enabled(), self.layer.training and self.layer.config.hidden_dropout > 0,
-        )  # fmt: skip
+            x,
+            gates,
+            blocks,
+            weights.keys,
+            weights.values,
+            weights.key_bias,
+            weights.value_bias,
+            weights.num_blocks,
+            round(rows),
+            torch.is_grad_enabled(),
+            self.layer.training and self.layer.config.hidden_dropout > 0,
+        )
 
 
 # -- the CPU's kernels ------------------------------------------------------------------------------------------------
@@ -132,9 +141,19 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: PLR0913
-        ctx: Any, x: Tensor, gates: Tensor, blocks: Tensor, keys: Tensor, values: Tensor, key_bias: Tensor | None,
-        value_bias: Tensor | None, num_blocks: int, rows: int, recording: bool, dropout: bool,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        gates: Tensor,
+        blocks: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        key_bias: Tensor | None,
+        value_bias: Tensor | None,
+        num_blocks: int,
+        rows: int,
+        recording: bool,
+        dropout: bool,
+    ) -> Tensor:
         width, wide = keys.shape[1] // num_blocks, grouped._accumulator(x.dtype)
         lists = [x.new_empty((count,), dtype=torch.int64) for count in (2 * rows, rows, rows)]
         ctx.lists, ctx.chunks = lists, _chunk_sizes(rows, keys.shape[0] * num_blocks)
@@ -233,9 +252,16 @@ class FusedSizes:
 
     @staticmethod
     def of(
-        tokens: int, dim: int, width: int, num_blocks: int, experts: int, shared: bool, item: int, backward: bool,
+        tokens: int,
+        dim: int,
+        width: int,
+        num_blocks: int,
+        experts: int,
+        shared: bool,
+        item: int,
+        backward: bool,
         largest: int = 64,  # what consumer cards have shared memory for
-    ) -> FusedSizes:  # fmt: skip
+    ) -> FusedSizes:
         """Sizes for blocks of `width` channels, `item` bytes a number and tiles of at most `largest` rows."""
         widest = {2: 256, 4: 128}[item]
         parts = next(p for p in range(1, width + 1) if width % (16 * p) == 0 and width // p <= widest)
@@ -270,7 +296,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, gates: Tensor, blocks: Tensor, shared: bool, width: int, *weights: Tensor | None
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         sizes = _sizes(x, gates, blocks, shared, width, backward=False)
         spans = math.ceil(len(x) / 128)
         earlier, totals = (x.new_empty((n, gates.shape[1], blocks.shape[1]), dtype=torch.int32) for n in (spans, 1))
@@ -297,9 +323,7 @@ class _Fused(torch.autograd.Function):
 
 
 def _sizes(x: Tensor, gates: Tensor, blocks: Tensor, shared: bool, width: int, backward: bool) -> FusedSizes:
-    return FusedSizes.of(
-        len(x), x.shape[1], width, blocks.shape[1], gates.shape[1], shared, x.element_size(), backward
-    )
+    return FusedSizes.of(len(x), x.shape[1], width, blocks.shape[1], gates.shape[1], shared, x.element_size(), backward)
 
 
 # -- between ranks ----------------------------------------------------------------------------------------------------

@@ -76,11 +76,18 @@ def table(estimates: Sequence[Estimate], budget: Budget) -> str:
     for estimate in estimates:
         parallel = estimate.config.parallel
         host = sum(estimate.host.values()) * budget.ranks_per_node
-        rows.append([
-            str(parallel.zero_stage), _yes(parallel.offload_optimizer), _yes(parallel.gradient_checkpointing),
-            *(f"{estimate.most[kind] / GIB:.2f}" for kind in KINDS), f"{estimate.peak / GIB:.2f}",
-            f"{budget.needed(estimate) / GIB:.2f}", f"{host / GIB:.2f}" if host else "", _yes(budget.fits(estimate)),
-        ])  # fmt: skip
+        rows.append(
+            [
+                str(parallel.zero_stage),
+                _yes(parallel.offload_optimizer),
+                _yes(parallel.gradient_checkpointing),
+                *(f"{estimate.most[kind] / GIB:.2f}" for kind in KINDS),
+                f"{estimate.peak / GIB:.2f}",
+                f"{budget.needed(estimate) / GIB:.2f}",
+                f"{host / GIB:.2f}" if host else "",
+                _yes(budget.fits(estimate)),
+            ]
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 

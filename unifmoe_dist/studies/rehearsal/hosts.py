@@ -60,9 +60,13 @@ class Host:
         """Start a command inside; its standard output and error go to `output`."""
         environment = {**os.environ, "TMPDIR": str(self._scratch), **variables}
         return subprocess.Popen(
-            self.command(words), env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            self.command(words),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
             text=True,
-        )  # fmt: skip
+        )
 
     def kill(self) -> None:
         """End every process of the host at once, as a power failure does, and its network with them."""
@@ -170,9 +174,12 @@ def _hold(namespaces: Sequence[str], arguments: Sequence[str]) -> subprocess.Pop
     script = _FIRST_PROCESS if arguments else "echo ready && exec cat >/dev/null"
     process = subprocess.Popen(
         ["unshare", *namespaces, "--fork", "--kill-child", "sh", "-c", script, "sh", *arguments],  # noqa: S607
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         start_new_session=True,  # an interrupt from the keyboard is for the one that uses the hosts
-    )  # fmt: skip
+    )
     assert process.stdout is not None and process.stderr is not None
     if process.stdout.readline().strip() != "ready":
         said = process.stderr.read().strip()

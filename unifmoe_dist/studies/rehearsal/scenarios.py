@@ -25,10 +25,29 @@ PORT = 29400
 ENDS_SECONDS = 60.0  # within which every rank must have ended, and said why
 # Small, so that a run takes seconds. The batch divides over one host as well as over all.
 OPTIONS = (
-    "--steps", "60", "--eval_every", "10", "--log_every", "1", "--progress", "false", "--baseline", "false",
-    "--model.layers", "[1,3]", "--model.num_experts", "4", "--data.batch_size", "8", "--optim.warmup_steps", "10",
-    "--resume", "auto", "--parallel.expert_parallel_size", "auto",
-)  # fmt: skip
+    "--steps",
+    "60",
+    "--eval_every",
+    "10",
+    "--log_every",
+    "1",
+    "--progress",
+    "false",
+    "--baseline",
+    "false",
+    "--model.layers",
+    "[1,3]",
+    "--model.num_experts",
+    "4",
+    "--data.batch_size",
+    "8",
+    "--optim.warmup_steps",
+    "10",
+    "--resume",
+    "auto",
+    "--parallel.expert_parallel_size",
+    "auto",
+)
 
 
 @dataclass(frozen=True)
@@ -60,10 +79,18 @@ class Job:
     def __init__(self, hosts: Sequence[Host], run: Path, options: Sequence[str] = OPTIONS) -> None:
         self.hosts, self.run = hosts, run
         words = [
-            sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}", "--nproc-per-node=1",
-            "--rdzv-backend=c10d", f"--rdzv-endpoint={hosts[0].name}:{PORT}", str(script("train")), *options,
-            "--output", str(run),
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nnodes={len(hosts)}",
+            "--nproc-per-node=1",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={hosts[0].name}:{PORT}",
+            str(script("train")),
+            *options,
+            "--output",
+            str(run),
+        ]
         number = len(list(run.parent.glob(f"{run.name}-*.log")))
         self.logs = [run.with_name(f"{run.name}-{number + i:02d}-{host.name}.log") for i, host in enumerate(hosts)]
         self._processes = []

@@ -20,14 +20,23 @@ from unifmoe_dist.studies.report.tables import HERE, PAPER, Entry, Table, planne
 from unifmoe_dist.studies.tables import BENCHMARKS, DOMAINBED, GLUE, TABLES  # noqa: E402
 
 _COLOURS: dict[Family, str] = {
-    "dense": "#222222", "static": "#0072b2", "dynamic": "#009e73", "algorithm": "#e69f00", "unif": "#d62728",
-    "ablation": "#cc79a7", "study": "#8c6bb1",
-}  # fmt: skip
+    "dense": "#222222",
+    "static": "#0072b2",
+    "dynamic": "#009e73",
+    "algorithm": "#e69f00",
+    "unif": "#d62728",
+    "ablation": "#cc79a7",
+    "study": "#8c6bb1",
+}
 _FAMILIES = {
-    "dense": "dense", "static": "fixed number of experts", "dynamic": "dynamic number of experts",
-    "algorithm": "training algorithm, dense", "unif": "UniF-MoE", "ablation": "UniF-MoE, ablated",
+    "dense": "dense",
+    "static": "fixed number of experts",
+    "dynamic": "dynamic number of experts",
+    "algorithm": "training algorithm, dense",
+    "unif": "UniF-MoE",
+    "ablation": "UniF-MoE, ablated",
     "study": "UniF-MoE, other parameters",
-}  # fmt: skip
+}
 _MARKERS = "osD^vP*X<>"
 
 
@@ -60,9 +69,13 @@ def _panels(table: Table) -> Any:
     wide = min(len(columns), 4)
     high = -(-len(columns) // wide)
     figure, axes = plt.subplots(
-        high, wide, figsize=(1.6 + 2.7 * wide, 0.8 + high * (0.8 + max(1.0, 0.23 * len(rows)))), squeeze=False,
-        sharey=True, layout="constrained",
-    )  # fmt: skip
+        high,
+        wide,
+        figsize=(1.6 + 2.7 * wide, 0.8 + high * (0.8 + max(1.0, 0.23 * len(rows)))),
+        squeeze=False,
+        sharey=True,
+        layout="constrained",
+    )
     for number, axis in enumerate(axes.flat):
         if number >= len(columns):
             axis.set_visible(False)
@@ -73,11 +86,27 @@ def _panels(table: Table) -> Any:
             if mine.mean is not None:
                 axis.errorbar(mine.mean, y, xerr=mine.deviation, fmt="o", color=colour, ms=5, capsize=3, lw=1.3)
             else:
-                axis.text(0.02, y, _why_empty(mine), transform=axis.get_yaxis_transform(), fontsize=7, color="grey",
-                          va="center")  # fmt: skip
+                axis.text(
+                    0.02,
+                    y,
+                    _why_empty(mine),
+                    transform=axis.get_yaxis_transform(),
+                    fontsize=7,
+                    color="grey",
+                    va="center",
+                )
             if row.method in paper and (theirs := paper[row.method].entries[number]).mean is not None:
-                axis.errorbar(theirs.mean, y - 0.28, xerr=theirs.deviation, fmt="D", color="grey", ms=4, mfc="white",
-                              capsize=2, lw=1)  # fmt: skip
+                axis.errorbar(
+                    theirs.mean,
+                    y - 0.28,
+                    xerr=theirs.deviation,
+                    fmt="D",
+                    color="grey",
+                    ms=4,
+                    mfc="white",
+                    capsize=2,
+                    lw=1,
+                )
         axis.set_yticks(range(len(rows)), [row.label for row in reversed(rows)], fontsize=8)
         axis.set_ylim(-0.7, len(rows) - 0.4)
         axis.set_title(columns[number], fontsize=10)
@@ -124,8 +153,9 @@ def _comparison(results: Sequence[Result], task: str) -> Any:
     seeds = _seeds(results, [task])
     figure.suptitle(
         f"{BENCHMARKS[task].title}: {f'mean and standard deviation over {seeds} seeds' if seeds > 1 else '1 seed'}"
-        + (", small print: $C_B / B$, dense FFNs per token" if small else ""), fontsize=11,
-    )  # fmt: skip
+        + (", small print: $C_B / B$, dense FFNs per token" if small else ""),
+        fontsize=11,
+    )
     return figure
 
 
@@ -152,8 +182,12 @@ def _scatter(axis: Any, results: Sequence[Result], task: str, methods: Sequence[
     families = dict.fromkeys(find_method(method).family for method in methods)
     axis.legend(
         handles=[Line2D([], [], marker="o", ls="", color=_COLOURS[f], label=_FAMILIES[f]) for f in families],
-        fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3,
-    )  # fmt: skip
+        fontsize=8,
+        frameon=False,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.1),
+        ncols=3,
+    )
     _tidy(axis)
 
 
@@ -172,10 +206,16 @@ def _label_at_margin(axis: Any, points: Sequence[tuple[str, float, float, str]])
     right = axis.get_xlim()[1]
     for (label, x, y, colour), height in zip(ordered, heights, strict=True):
         axis.annotate(
-            label, (x, y), xytext=(1.03, height), textcoords=axis.get_yaxis_transform(), va="center", fontsize=8.5,
-            color=colour, annotation_clip=False,
+            label,
+            (x, y),
+            xytext=(1.03, height),
+            textcoords=axis.get_yaxis_transform(),
+            va="center",
+            fontsize=8.5,
+            color=colour,
+            annotation_clip=False,
             arrowprops=dict(arrowstyle="-", color=colour, alpha=0.35, lw=0.7, shrinkA=0, shrinkB=4, relpos=(0, 0.5)),
-        )  # fmt: skip
+        )
     axis.set_xlim(right=right)
     axis.set_ylim(low, high)
 
@@ -183,8 +223,11 @@ def _label_at_margin(axis: Any, points: Sequence[tuple[str, float, float, str]])
 def _decisions(axis: Any, results: Sequence[Result], task: str, methods: Sequence[str]) -> None:
     """UniF-MoE and its ablations side by side."""
     names = {
-        "unif": "full", "unif-fixed-alpha": "fixed α", "unif-top2": "top-2\nexperts", "unif-prefix": "prefix\nblocks",
-    }  # fmt: skip
+        "unif": "full",
+        "unif-fixed-alpha": "fixed α",
+        "unif-top2": "top-2\nexperts",
+        "unif-prefix": "prefix\nblocks",
+    }
     for x, method in enumerate(methods):
         _point(axis, x, results, task, method)
     axis.set_xticks(range(len(methods)), [names[method] for method in methods], fontsize=8)
@@ -197,9 +240,7 @@ def _decisions(axis: Any, results: Sequence[Result], task: str, methods: Sequenc
 def _study(axis: Any, results: Sequence[Result], task: str, study: str) -> None:
     """Score over one parameter of UniF-MoE."""
     option = STUDIES[study].option
-    methods = [
-        m for m in planned_methods(results, [task]) if m == "unif" or m.startswith(f"unif-{study}-")
-    ]
+    methods = [m for m in planned_methods(results, [task]) if m == "unif" or m.startswith(f"unif-{study}-")]
     values = {m: v for m in methods if (v := study_value(results, m, option, [task])) is not None}
     line = []
     numbers = sorted(values.values())
@@ -221,16 +262,24 @@ def _point(axis: Any, x: float, results: Sequence[Result], task: str, method: st
     if entry.mean is None:
         return None
     axis.errorbar(x, entry.mean, yerr=entry.deviation, fmt="o", color=_colour(method), ms=6, capsize=3, lw=1.2)
-    axis.annotate(f"{entry.ffns:.2f}", (x, entry.mean), xytext=(6, 0), textcoords="offset points", fontsize=7.5,
-                  color="#555555", va="center")  # fmt: skip
+    axis.annotate(
+        f"{entry.ffns:.2f}",
+        (x, entry.mean),
+        xytext=(6, 0),
+        textcoords="offset points",
+        fontsize=7.5,
+        color="#555555",
+        va="center",
+    )
     return entry.mean
 
 
 def _studies(results: Sequence[Result], tasks: Sequence[str], study: str, title: str) -> Any:
     """A parameter study, one panel to a data set."""
     present = [task for task in tasks if any(r.task == task for r in results)]
-    figure, axes = plt.subplots(1, len(present), figsize=(1 + 2.6 * len(present), 3.3), squeeze=False,
-                                layout="constrained")  # fmt: skip
+    figure, axes = plt.subplots(
+        1, len(present), figsize=(1 + 2.6 * len(present), 3.3), squeeze=False, layout="constrained"
+    )
     for axis, task in zip(axes.flat, present, strict=True):
         _study(axis, results, task, study)
         axis.set_title(BENCHMARKS[task].title, fontsize=10)

@@ -105,16 +105,22 @@ def _read(folder: Path) -> Result:
         options = yaml.load((folder / "config.yaml").read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
         model, optim = options["model"], options["optim"]
         return Result(
-            planned.task, planned.held_out, planned.method, planned.seed, planned.lr, folder,
+            planned.task,
+            planned.held_out,
+            planned.method,
+            planned.seed,
+            planned.lr,
+            folder,
             score=100 * float(summary.get("score", summary["test_accuracy"])),
             validation=100 * float(summary.get("validation_score", summary["validation_accuracy"])),
             block_compute=float(summary["mean_block_compute"]),
             expert_count=float(summary["mean_expert_count"]),
             options={
-                "model.num_blocks": model["num_blocks"], "model.num_experts": model["num_experts"],
+                "model.num_blocks": model["num_blocks"],
+                "model.num_experts": model["num_experts"],
                 "optim.lambda_div": optim["lambda_div"],
             },
-        )  # fmt: skip
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError, UserError) as error:
         raise UserError(f"{folder} does not hold a readable run ({error}); delete it or run it again.") from error
 
@@ -196,10 +202,15 @@ def cell(results: Sequence[Result], task: str, method: str, held_out: str | None
     by_seed = [mean([_number(chosen[seed, e].score) for e in environments]) for seed in grid.seeds]
     runs = list(chosen.values())
     return Cell(
-        mean(by_seed), deviation(by_seed), len(mine), wanted,
-        mean([_number(r.block_compute) for r in runs]), mean([r.ffns for r in runs]),
-        mean([_number(r.expert_count) for r in runs]), tuple(by_seed),
-    )  # fmt: skip
+        mean(by_seed),
+        deviation(by_seed),
+        len(mine),
+        wanted,
+        mean([_number(r.block_compute) for r in runs]),
+        mean([r.ffns for r in runs]),
+        mean([_number(r.expert_count) for r in runs]),
+        tuple(by_seed),
+    )
 
 
 def average(cells: Sequence[Cell]) -> Cell:
@@ -209,9 +220,15 @@ def average(cells: Sequence[Cell]) -> Cell:
     done, wanted = sum(c.done for c in cells), sum(c.wanted for c in cells)
     by_seed = [mean(scores) for scores in zip(*(c.by_seed for c in cells), strict=True)]
     return Cell(
-        mean(by_seed), deviation(by_seed), done, wanted, mean([_number(c.block_compute) for c in cells]),
-        mean([_number(c.ffns) for c in cells]), mean([_number(c.expert_count) for c in cells]), tuple(by_seed),
-    )  # fmt: skip
+        mean(by_seed),
+        deviation(by_seed),
+        done,
+        wanted,
+        mean([_number(c.block_compute) for c in cells]),
+        mean([_number(c.ffns) for c in cells]),
+        mean([_number(c.expert_count) for c in cells]),
+        tuple(by_seed),
+    )
 
 
 def lacking(cells: Sequence[Cell]) -> Cell:

@@ -157,9 +157,12 @@ def _row(method: str, label: str, cells: Sequence[Cell], total: Cell, decimals: 
 
 
 def _over_standard(
-    key: str, combine: Callable[[Sequence[Cell]], Cell], cells: Sequence[Sequence[Cell]], tasks: Sequence[str],
+    key: str,
+    combine: Callable[[Sequence[Cell]], Cell],
+    cells: Sequence[Sequence[Cell]],
+    tasks: Sequence[str],
     decimals: int,
-) -> list[Row]:  # fmt: skip
+) -> list[Row]:
     """A line over the fixed top-k methods; its mean is that of the line, since the best k differs between tasks."""
     by_task = [combine(column) for column in zip(*cells, strict=True)]
     means = [c.mean for c in by_task]
@@ -188,8 +191,11 @@ def _ablation(results: Sequence[Result]) -> Table:
         rows.append(Row(method, _label(method), HERE, tuple(entries)))
         numbers = [Entry(value, decimals=2) for value in paper.ABLATION[method].values()]
         rows.append(Row(method, _label(method), PAPER, tuple(numbers)))
-    notes = (_SEEDS_NOTE, "C_B is out of 56 blocks on DomainBed and 272 on GLUE.",
-             *_environment_notes(results, (*DOMAINBED, *GLUE)))  # fmt: skip
+    notes = (
+        _SEEDS_NOTE,
+        "C_B is out of 56 blocks on DomainBed and 272 on GLUE.",
+        *_environment_notes(results, (*DOMAINBED, *GLUE)),
+    )
     columns = ("DomainBed", "DomainBed C_B", "GLUE", "GLUE C_B")
     return Table("ablation", TABLES["ablation"].title, columns, tuple(rows), notes, 0)
 
@@ -210,8 +216,14 @@ def _by_environment(task: str, results: Sequence[Result]) -> Table:
         notes += _environment_notes(results, [task])
     name = task if task in ("digits", "acceptability") else f"domainbed-{task}"
     what = "by held-out environment (%)" if environments else "score (%)"
-    return Table(name, f"{benchmark.title}: {what}", (*environments, head, *_COSTS), tuple(rows), tuple(notes),
-                 len(environments) + 1)  # fmt: skip
+    return Table(
+        name,
+        f"{benchmark.title}: {what}",
+        (*environments, head, *_COSTS),
+        tuple(rows),
+        tuple(notes),
+        len(environments) + 1,
+    )
 
 
 _SEEDS_NOTE = (
@@ -256,8 +268,11 @@ def _marked(table: Table) -> Table:
     """The table with the best measured score of each column marked; only where there is something to compare."""
     rows = list(table.rows)
     for column in range(table.scores):
-        mine = [(i, row.entries[column]) for i, row in enumerate(rows) if row.source == HERE and row.method in METHODS
-                or row.source == HERE and row.method.startswith("unif-")]  # fmt: skip
+        mine = [
+            (i, row.entries[column])
+            for i, row in enumerate(rows)
+            if row.source == HERE and row.method in METHODS or row.source == HERE and row.method.startswith("unif-")
+        ]
         shown = {i: round(e.mean, e.decimals) for i, e in mine if e.mean is not None}
         if len(shown) < 2:
             continue
@@ -296,10 +311,15 @@ _TEX = {"α": r"$\alpha$", "λ": r"$\lambda$", "±": r"$\pm$", "%": r"\%", "_": 
 def latex(table: Table) -> str:
     """A LaTeX table for the packages booktabs and graphicx."""
     lines = [
-        r"\begin{table*}[t]", r"\centering", rf"\caption{{{_tex(table.title)}. {_tex(' '.join(table.notes))}}}",
-        rf"\label{{tab:{table.name}}}", rf"\begin{{tabular}}{{@{{}}l{'c' * len(table.columns)}@{{}}}}", r"\toprule",
-        " & ".join(["Method", *("$k$" if c == "k" else _tex(c) for c in table.columns)]) + r" \\", r"\midrule",
-    ]  # fmt: skip
+        r"\begin{table*}[t]",
+        r"\centering",
+        rf"\caption{{{_tex(table.title)}. {_tex(' '.join(table.notes))}}}",
+        rf"\label{{tab:{table.name}}}",
+        rf"\begin{{tabular}}{{@{{}}l{'c' * len(table.columns)}@{{}}}}",
+        r"\toprule",
+        " & ".join(["Method", *("$k$" if c == "k" else _tex(c) for c in table.columns)]) + r" \\",
+        r"\midrule",
+    ]
     for row in table.rows:
         cells = [_tex_entry(e) for e in row.entries]
         label = r"\quad\textit{paper}" if row.source == PAPER else _tex(row.label)
@@ -330,8 +350,9 @@ def as_csv(table: Table) -> str:
             if e.mean is None and not e.wanted:
                 continue
             counts = ["", ""] if row.source == PAPER else [e.done, e.wanted]
-            writer.writerow([table.name, row.method, row.label, row.source, column, _blank(e.mean),
-                             _blank(e.deviation), *counts])  # fmt: skip
+            writer.writerow(
+                [table.name, row.method, row.label, row.source, column, _blank(e.mean), _blank(e.deviation), *counts]
+            )
     return text.getvalue()
 
 

@@ -1,6 +1,6 @@
 """What a trained run's layers do, as one page, figures, tables and numbers: `launch/analyze.py`.
 
-    write_report([load_run(Path("runs/mine"))], Path("runs/mine/analysis"), StudyOptions(), "how")
+write_report([load_run(Path("runs/mine"))], Path("runs/mine/analysis"), StudyOptions(), "how")
 """
 
 from unifmoe_dist.studies.run_report.build import write_report

@@ -87,9 +87,9 @@ def build_page(found: Sequence[RunStudy], command: str) -> Page:
     names = [run.name for run in runs]
     return Page(
         title=f"{_title(first.run)}: {first.run.name}" if len(runs) == 1 else " and ".join(names) + ", side by side",
-        subtitle=_describe(first.run) if len(runs) == 1 else "; ".join(
-            f"{run.name}: {_title(run)}, {_describe(run)}" for run in runs
-        ),
+        subtitle=_describe(first.run)
+        if len(runs) == 1
+        else "; ".join(f"{run.name}: {_title(run)}, {_describe(run)}" for run in runs),
         key_numbers=key_numbers(first) if len(found) == 1 else [],
         sections=sections,
     )

@@ -49,16 +49,16 @@ def _usage(first: RunStudy, second: RunStudy, layers: list[str]) -> list[Block]:
     before, after = by_gram_loss(first, second)
     weights = [found.run.config.optim.lambda_div for found in (before, after)]
     changes = comparison_record(first, second)["coactivation_change"]
-    both = {
-        f"{found.run.name}, {layer}": found.usage[layer] for layer in layers for found in (before, after)
-    }
+    both = {f"{found.run.name}, {layer}": found.usage[layer] for layer in layers for found in (before, after)}
     rows: list[list[Cell]] = [
         [
-            layer, Number(before.usage[layer].mean_pair_coactivation, ".1%"),
-            Number(after.usage[layer].mean_pair_coactivation, ".1%"), Number(changes[layer], "+.1%"),
+            layer,
+            Number(before.usage[layer].mean_pair_coactivation, ".1%"),
+            Number(after.usage[layer].mean_pair_coactivation, ".1%"),
+            Number(changes[layer], "+.1%"),
         ]
         for layer in layers
-    ]  # fmt: skip
+    ]
     caption = (
         "Mean, over pairs of residual experts, of the fraction of tokens that use both, and its relative change. "
         "The paper reports -62.9 % from training without to training with the Gram loss, on PACS."
@@ -74,8 +74,10 @@ def _usage(first: RunStudy, second: RunStudy, layers: list[str]) -> list[Block]:
         graph = coactivation_graph({found.run.name: found.usage[layer] for found in (before, after)})
         blocks.append(
             Picture(
-                f"comparison-coactivation-{number}", f"Co-activation in both runs, {layer}",
-                "Edges are drawn on one scale: a paler graph means fewer tokens with both experts of a pair.", graph,
+                f"comparison-coactivation-{number}",
+                f"Co-activation in both runs, {layer}",
+                "Edges are drawn on one scale: a paler graph means fewer tokens with both experts of a pair.",
+                graph,
             )
-        )  # fmt: skip
+        )
     return blocks

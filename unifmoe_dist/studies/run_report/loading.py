@@ -97,9 +97,11 @@ def layer_names(modules: Sequence[str]) -> dict[str, str]:
 
 
 NEUTRAL: dict[str, Any] = {
-    "algorithm.name": "erm", "model.shared_demand": None, "model.fixed_experts": None,
+    "algorithm.name": "erm",
+    "model.shared_demand": None,
+    "model.fixed_experts": None,
     "model.block_choice": "prototype",
-}  # fmt: skip
+}
 """Options that methods change, as they are where a method does not."""
 
 
@@ -108,9 +110,7 @@ def _option(config: TrainConfig, name: str) -> Any:
     return getattr(getattr(config, group), key)
 
 
-def load_run(
-    folder: Path, name: str = "best", label: str | None = None, data_root: Path | None = None
-) -> LoadedRun:
+def load_run(folder: Path, name: str = "best", label: str | None = None, data_root: Path | None = None) -> LoadedRun:
     """Load a run's checkpoint on the device at hand. Weights come from the checkpoint alone: no others are fetched.
 
     Args:

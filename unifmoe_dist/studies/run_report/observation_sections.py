@@ -86,13 +86,17 @@ def _coactivation_table(found: RunStudy, prefix: str) -> Table:
         ratio, frequency = d.sets.ratio, d.frequency
         rows.append(
             [
-                layer, Number(d.coactivation.r, ".3f"), Number(d.coactivation.p_value, ".2g"),
+                layer,
+                Number(d.coactivation.r, ".3f"),
+                Number(d.coactivation.p_value, ".2g"),
                 Number(float(d.sets.alignment.median()), ".3f"),
-                Number(float(ratio.mean()), ".1%"), Number(float(ratio.min()), ".1%"),
+                Number(float(ratio.mean()), ".1%"),
+                Number(float(ratio.min()), ".1%"),
                 Number(float(ratio.max()), ".1%"),
-                Number(float(frequency.min()), ".1%"), Number(float(frequency.max()), ".1%"),
+                Number(float(frequency.min()), ".1%"),
+                Number(float(frequency.max()), ".1%"),
             ]
-        )  # fmt: skip
+        )
     return Table(
         f"{prefix}observation-1",
         "Pearson's r of shared ratio and co-activation over pairs, with its two-sided p-value; the median cosine "
@@ -111,10 +115,13 @@ def _transition_table(found: RunStudy, prefix: str) -> Table:
             if t is not None:
                 rows.append(
                     [
-                        f"{layer}, {what}", Number(t.same_pair, ".1%"), Number(t.chance_same_pair, ".1%"),
-                        Number(t.diagonal, ".1%"), Number(t.chance_diagonal, ".1%"),
+                        f"{layer}, {what}",
+                        Number(t.same_pair, ".1%"),
+                        Number(t.chance_same_pair, ".1%"),
+                        Number(t.diagonal, ".1%"),
+                        Number(t.chance_diagonal, ".1%"),
                     ]
-                )  # fmt: skip
+                )
     return Table(
         f"{prefix}observation-2",
         "Tokens whose set of two best experts stays the same, and the mean diagonal of the rank-transition "
@@ -131,13 +138,9 @@ def _demand_table(found: RunStudy, prefix: str) -> Table:
             row = [f"{layer}, ε = {s.epsilon:g}"]
             seen = s.mean_demand[s.tokens > 0]
             cells = [Number(float(seen.mean()))]
+            cells += [Number(group.mean_demand if group else None) for group in (s.groups.get(LOW), s.groups.get(HIGH))]
             cells += [
-                Number(group.mean_demand if group else None)
-                for group in (s.groups.get(LOW), s.groups.get(HIGH))
-            ]
-            cells += [
-                Number(group.success(2) if group else None, ".1%")
-                for group in (s.groups.get(LOW), s.groups.get(HIGH))
+                Number(group.success(2) if group else None, ".1%") for group in (s.groups.get(LOW), s.groups.get(HIGH))
             ]
             cells += [Number(s.correlation, ".3f"), Number(s.interval[0], ".3f"), Number(s.interval[1], ".3f")]
             rows.append([*row, *cells])
@@ -156,24 +159,27 @@ def _demand_table(found: RunStudy, prefix: str) -> Table:
 
 _DRAWN = {
     "alignment": (
-        coactivation_figure, "Shared ratio and co-activation",
+        coactivation_figure,
+        "Shared ratio and co-activation",
         "Left and middle: every pair of experts, as a matrix. Right: the same pairs as points. Observation 1 is "
         "a rising cloud.",
     ),
     "ranks": (
-        transition_figure, "Rank transitions",
+        transition_figure,
+        "Rank transitions",
         "Row: rank of an expert under the original router; column: its rank under the new one; each row adds up "
         "to 100 %. A dark diagonal means that the ranking stays. Compare the two panels, not one with chance "
         "alone.",
     ),
     "demand": (
-        demand_figure, "Functional demand",
+        demand_figure,
+        "Functional demand",
         "Above: share of tokens whose output m residual experts restore; the band is one standard error over "
         "pairs. Observation 3 is a blue curve above the orange one. Below: every pair's mean demand against its "
         "shared ratio; observation 3 is a falling cloud. A demand of K + 1 means that even all experts were not "
         "enough.",
     ),
-}  # fmt: skip
+}
 
 
 def _pictures(found: RunStudy, prefix: str, name: str) -> list[Block]:

@@ -16,17 +16,7 @@ from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.studies.cost.paper import published_cost
 from unifmoe_dist.studies.cost.table import STATISTICS
 from unifmoe_dist.studies.figures.training import compute_figure, curves_figure
-from unifmoe_dist.studies.html import (
-    Block,
-    Cell,
-    Code,
-    KeyNumber,
-    Number,
-    Picture,
-    Section,
-    Table,
-    Text,
-)
+from unifmoe_dist.studies.html import Block, Cell, Code, KeyNumber, Number, Picture, Section, Table, Text
 from unifmoe_dist.studies.run_report.costs import CostTable
 from unifmoe_dist.studies.run_report.loading import LoadedRun, layer_names
 from unifmoe_dist.studies.run_report.study import RunStudy, cost_record
@@ -63,8 +53,13 @@ def key_numbers(found: RunStudy) -> list[KeyNumber]:
     numbers.append(KeyNumber("FLOPs (2³⁰)", Number(cost["FLOPs"], "#.3g"), f"per {item}"))
     if run.summary is not None:
         ranks = run.summary["world_size"]
-        numbers.append(KeyNumber("training time (s)", Number(run.summary["wall_seconds"], ",.0f"),
-                                 f"on {ranks} rank{'s' if ranks > 1 else ''}"))  # fmt: skip
+        numbers.append(
+            KeyNumber(
+                "training time (s)",
+                Number(run.summary["wall_seconds"], ",.0f"),
+                f"on {ranks} rank{'s' if ranks > 1 else ''}",
+            )
+        )
     return numbers
 
 
@@ -82,13 +77,14 @@ def training_section(runs: Sequence[LoadedRun]) -> list[Section]:
         return []
     blocks: list[Block] = [
         Picture(
-            "curves", "Learning curves",
+            "curves",
+            "Learning curves",
             "Left: task loss; then, where layers have one, their auxiliary loss before weighting, on its own axis. "
             "Right: scores on the training batches and on the validation data, of which the best selects the "
             "checkpoint.",
             curves_figure(records),
         )
-    ]  # fmt: skip
+    ]
     if (compute := compute_figure(records)) is not None:
         caption = (
             "Means over the tokens of the training batches, layer by layer: executed blocks, (residual) experts "
@@ -119,11 +115,14 @@ def load_section(found: RunStudy, prefix: str) -> list[Section]:
     widest = max(len(usage.expert_load) for usage in executed.values())
     rows: list[list[Cell]] = [
         [
-            name, Number(usage.expert_count), Number(usage.block_compute),
-            *(Number(load, ".1%") for load in usage.expert_load), *[""] * (widest - len(usage.expert_load)),
+            name,
+            Number(usage.expert_count),
+            Number(usage.block_compute),
+            *(Number(load, ".1%") for load in usage.expert_load),
+            *[""] * (widest - len(usage.expert_load)),
         ]
         for name, usage in executed.items()
-    ]  # fmt: skip
+    ]
     caption = (
         f"Experts per token k, blocks per token C_B (a dense FFN: {found.run.config.model.num_blocks}), and the "
         "fraction of tokens that each expert gets, over the sample of test data. Equal fractions mean balanced "
@@ -149,12 +148,15 @@ def cost_section(tables: Sequence[CostTable], with_published: bool) -> Section:
             [
                 column.label,
                 *(
-                    Number(record.get(s), "#.3g" if abs(record.get(s) or 0) < 1 else ".2f",
-                           f"({published[s]:.2f})" if s in published else "")
+                    Number(
+                        record.get(s),
+                        "#.3g" if abs(record.get(s) or 0) < 1 else ".2f",
+                        f"({published[s]:.2f})" if s in published else "",
+                    )
                     for s in shown
                 ),
             ]
-        )  # fmt: skip
+        )
     caption = (
         "N: parameters, in 2²⁰. N_A: those that a token uses, on average. FLOPs: two per multiply-add of matrix "
         "products, in 2³⁰ per item, counted from the blocks that were executed."
@@ -238,6 +240,14 @@ def train_command(run: LoadedRun) -> str:
     """A command that trains a run anew, in a folder of another name."""
     ranks = run.summary["world_size"] if run.summary else 1
     start = ["python"] if ranks == 1 else ["torchrun", "--nproc-per-node", str(ranks)]
-    words = [*start, "launch/train.py", "--config", str(run.folder / "config.yaml"), "--resume", "false",
-             "--output", f"{run.folder}-again"]  # fmt: skip
+    words = [
+        *start,
+        "launch/train.py",
+        "--config",
+        str(run.folder / "config.yaml"),
+        "--resume",
+        "false",
+        "--output",
+        f"{run.folder}-again",
+    ]
     return shlex.join(words)

@@ -58,10 +58,11 @@ class ElementStudy:
     def record(self) -> dict[str, Any]:
         """Every number."""
         return {
-            "images": len(self.masks.sample.places), "from_files": self.masks.given,
+            "images": len(self.masks.sample.places),
+            "from_files": self.masks.given,
             "names": {number: self.masks.name(number) for usage in self.usage.values() for number in usage.elements},
             "layers": {layer: asdict(usage) for layer, usage in self.usage.items()},
-        }  # fmt: skip
+        }
 
 
 def read_masks(run: LoadedRun, folder: Path, most_tokens: int, most_items: int | None) -> Masks:
@@ -141,9 +142,7 @@ def study_elements(run: LoadedRun, masks: Masks, captured: Mapping[str, Capture]
     if not captured:
         captured = capture(run.model, run.layers, masks.sample.batches(f"{run.name}: elements"))
     grid = PatchGrid.of(run.model)
-    return ElementStudy(
-        masks, {name: element_usage(one, grid, masks.elements) for name, one in captured.items()}
-    )
+    return ElementStudy(masks, {name: element_usage(one, grid, masks.elements) for name, one in captured.items()})
 
 
 def element_sections(run: LoadedRun, found: ElementStudy | None, prefix: str) -> list[Section]:
@@ -166,10 +165,14 @@ def element_sections(run: LoadedRun, found: ElementStudy | None, prefix: str) ->
 def _table(masks: Masks, layer: str, usage: ElementUsage, name: str) -> Table:
     means = zip(usage.compute, usage.shared_demand, usage.shared_block_count, usage.expert_count, strict=True)
     rows: list[list[Cell]] = [
-        [masks.name(element), Number(count, ",d"), *(Number(float(mean)) for mean in values),
-         *(Number(float(share), ".0%") for share in shares)]
+        [
+            masks.name(element),
+            Number(count, ",d"),
+            *(Number(float(mean)) for mean in values),
+            *(Number(float(share), ".0%") for share in shares),
+        ]
         for element, count, values, shares in zip(usage.elements, usage.patches, means, usage.experts, strict=True)
-    ]  # fmt: skip
+    ]
     return Table(
         name,
         f"{layer}: means over the patches of each element of executed blocks C_B, shared demand α, shared blocks b "

@@ -31,13 +31,7 @@ from unifmoe_dist.studies.records import plain
 from unifmoe_dist.studies.run_report.costs import CostColumn, CostTable, method_costs, own_cost
 from unifmoe_dist.studies.run_report.loading import LoadedRun, layer_names
 from unifmoe_dist.studies.run_report.sample import MOST_TOKENS, Sample, draw_sample, token_strings
-from unifmoe_dist.studies.run_report.segments import (
-    ElementStudy,
-    Masks,
-    ink_masks,
-    read_masks,
-    study_elements,
-)
+from unifmoe_dist.studies.run_report.segments import ElementStudy, Masks, ink_masks, read_masks, study_elements
 from unifmoe_dist.studies.usage.capture import Capture, capture, expert_scores
 from unifmoe_dist.studies.usage.maps import TextCompute, text_compute, token_means
 from unifmoe_dist.studies.usage.study import LayerUsage, study_layer, usage_record
@@ -105,11 +99,17 @@ class RunStudy:
         run = self.run
         return plain(
             {
-                "name": run.name, "folder": str(run.folder), "checkpoint": run.checkpoint.name, "step": run.step,
-                "options": asdict(run.config), "summary": run.summary,
+                "name": run.name,
+                "folder": str(run.folder),
+                "checkpoint": run.checkpoint.name,
+                "step": run.step,
+                "options": asdict(run.config),
+                "summary": run.summary,
                 "modules": {name: module for module, name in layer_names(list(moe_layers(run.model))).items()},
-                "sample": {"items": len(self.sample.places),
-                           "tokens": {name: len(c.item) for name, c in self.captured.items()}},
+                "sample": {
+                    "items": len(self.sample.places),
+                    "tokens": {name: len(c.item) for name, c in self.captured.items()},
+                },
                 "executed": {name: asdict(usage) for name, usage in self.executed.items()},
                 "usage": {name: usage_record(usage) for name, usage in self.usage.items()},
                 "tokens": {name: [asdict(mean) for mean in token_means(texts)] for name, texts in self.texts.items()},
@@ -118,17 +118,20 @@ class RunStudy:
                 "costs": [cost_record(column) for column in self.costs.columns],
                 "costs_missing": self.costs.missing,
             }
-        )  # fmt: skip
+        )
 
 
 def cost_record(column: CostColumn) -> dict[str, Any]:
     """A column of the cost table, in the table's units."""
     measured = column.measured
     return {
-        "label": column.label, "method": column.method, "trained": column.trained,
+        "label": column.label,
+        "method": column.method,
+        "trained": column.trained,
         **statistics_of(column.cost, measured),
-        "device": measured and measured.device, "memory_kind": measured and measured.memory_kind,
-    }  # fmt: skip
+        "device": measured and measured.device,
+        "memory_kind": measured and measured.memory_kind,
+    }
 
 
 def find_masks(runs: Sequence[LoadedRun], options: StudyOptions) -> list[Masks | None]:
@@ -181,10 +184,7 @@ def study(run: LoadedRun, options: StudyOptions, masks: Masks | None = None) -> 
         elements = study_elements(run, masks, {})
     elif usage and run.config.data.task == "digits":
         elements = study_elements(run, ink_masks(run, sample), captured)
-    diagnoses = {
-        name: diagnose_layer(run, name, layer, captured[name], options)
-        for name, layer in diagnosed.items()
-    }
+    diagnoses = {name: diagnose_layer(run, name, layer, captured[name], options) for name, layer in diagnosed.items()}
     heartbeat.doing(f"{run.name}: cost of the model")
     own = own_cost(run, sample, counted, options.measure)
     costs = method_costs(run, sample, own, options.measure) if options.methods else CostTable([own], {})

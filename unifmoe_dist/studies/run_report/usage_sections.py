@@ -17,13 +17,7 @@ from unifmoe_dist.studies.figures import (
 from unifmoe_dist.studies.html import Block, Cell, Number, Picture, Section, Table, Text
 from unifmoe_dist.studies.run_report.sample import label_names, pixels
 from unifmoe_dist.studies.run_report.study import RunStudy
-from unifmoe_dist.studies.usage.maps import (
-    PatchGrid,
-    TextCompute,
-    high_demand,
-    patch_compute,
-    token_means,
-)
+from unifmoe_dist.studies.usage.maps import PatchGrid, TextCompute, high_demand, patch_compute, token_means
 from unifmoe_dist.studies.usage.study import LayerUsage
 
 IMAGES, SENTENCES = 8, 6
@@ -85,39 +79,43 @@ def usage_table(usage: Mapping[str, LayerUsage], name: str, num_blocks: int) -> 
         "use both. Gram is the loss ‖W*ᵀW* − I‖ of the router.",
         ["layer", "C_B", "C_B (5 %)", "C_B (95 %)", "α", "b", "k", "least load", "most load", "co-activation", "Gram"],
         rows,
-    )  # fmt: skip
+    )
 
 
 def usage_pictures(usage: Mapping[str, LayerUsage], prefix: str) -> list[Picture]:
     return [
         Picture(
-            f"{prefix}distributions", "Distributions over tokens",
+            f"{prefix}distributions",
+            "Distributions over tokens",
             "Each row is a layer, each bar a share of its tokens; the black line is the mean. Wide histograms of "
             "α and C_B mean that the layer spends more on some tokens than on others; a single bar means that it "
             "treats all alike.",
             distribution_figure(usage),
         ),
         Picture(
-            f"{prefix}loads", "Loads",
+            f"{prefix}loads",
+            "Loads",
             "How many tokens use each residual expert, and for how many each block is shared. Bars of equal "
             "height mean balanced use; a bar near 0 is an expert or block that is hardly used. Loads add up to "
             "the mean k and b.",
             load_figure(usage),
         ),
         Picture(
-            f"{prefix}coactivation", "Co-activation of residual experts",
+            f"{prefix}coactivation",
+            "Co-activation of residual experts",
             "Experts on a circle. The darker and wider an edge, the more tokens use both of its ends, on one "
             "scale for all panels. The Gram loss is there to make this graph sparse.",
             coactivation_graph(usage),
         ),
         Picture(
-            f"{prefix}router-gram", "Router Gram matrix",
+            f"{prefix}router-gram",
+            "Router Gram matrix",
             "Inner products of the router's embeddings; S is the shared one. A white matrix with a red diagonal "
             "of 1 means orthonormal embeddings, which is where the router starts and what the Gram loss holds it "
             "to.",
             gram_figure(usage),
         ),
-    ]  # fmt: skip
+    ]
 
 
 def demand_threshold(compute: Tensor) -> int:

@@ -133,13 +133,20 @@ def workload_of(point: Point, study: Study) -> Workload:
     tokens, layers = r.tokens / a.ranks, len(study.layers)
     per_block = _flops_per_block(study)
     return Workload(
-        ranks=a.ranks, expert_parallel=a.expert_parallel, contention=r.contention, tokens=tokens,
+        ranks=a.ranks,
+        expert_parallel=a.expert_parallel,
+        contention=r.contention,
+        tokens=tokens,
         flops=per_block * r.rank_blocks,
         extra_flops=per_block * max(0.0, r.rank_blocks - layers * tokens * r.blocks_per_token),
-        groups=layers * study.blocks * (1 + a.experts / a.expert_parallel), messages=r.exchange_messages,
-        bytes=r.exchange_bytes, dense_parameters=r.dense_parameters, expert_parameters=r.expert_parameters,
-        gradient_bytes=_itemsize(study), zero=a.zero,
-    )  # fmt: skip
+        groups=layers * study.blocks * (1 + a.experts / a.expert_parallel),
+        messages=r.exchange_messages,
+        bytes=r.exchange_bytes,
+        dense_parameters=r.dense_parameters,
+        expert_parameters=r.expert_parameters,
+        gradient_bytes=_itemsize(study),
+        zero=a.zero,
+    )
 
 
 @dataclass(frozen=True)
@@ -293,9 +300,8 @@ class Cluster:
             return 0.0
         inside = min(self.gpus_per_node, workload.expert_parallel) - 1
         near, far = inside / peers, 1 - inside / peers
-        return (
-            workload.messages * (near * self.node_latency + far * self.link_latency)
-            + 8e-9 * workload.bytes * (near / self.node_gbps + far / self.link_gbps)
+        return workload.messages * (near * self.node_latency + far * self.link_latency) + 8e-9 * workload.bytes * (
+            near / self.node_gbps + far / self.link_gbps
         )
 
     def ring_seconds(self, workload: Workload) -> float:
@@ -361,14 +367,20 @@ def _scaled(point: Point, study: Study, ranks: int, expert_parallel: int) -> Wor
     )
     per_block = _flops_per_block(study)
     return Workload(
-        ranks=ranks, expert_parallel=expert_parallel, contention=1.0, tokens=tokens, flops=per_block * blocks,
+        ranks=ranks,
+        expert_parallel=expert_parallel,
+        contention=1.0,
+        tokens=tokens,
+        flops=per_block * blocks,
         extra_flops=per_block * (blocks - layers * tokens * r.blocks_per_token),
         groups=layers * study.blocks * (1 + a.experts / expert_parallel),
-        messages=layers * _MESSAGES_PER_LAYER * (expert_parallel - 1), bytes=layers * alltoall_volume(traffic).total,
+        messages=layers * _MESSAGES_PER_LAYER * (expert_parallel - 1),
+        bytes=layers * alltoall_volume(traffic).total,
         dense_parameters=r.dense_parameters,
         expert_parameters=r.expert_parameters * a.expert_parallel / expert_parallel,
-        gradient_bytes=_itemsize(study), zero=a.zero,
-    )  # fmt: skip
+        gradient_bytes=_itemsize(study),
+        zero=a.zero,
+    )
 
 
 def _imbalance(point: Point, study: Study, expert_parallel: int) -> float:
@@ -405,8 +417,9 @@ def format_check(result: Check) -> str:
     for term, values in result.model.coefficients.items():
         lines += [f"| {term} | {v:.3g} | {u} |" for v, u in zip(values, UNITS[term], strict=True)]
     for name, points, errors in (
-        ("fitted", result.fitted, result.fitted_errors), ("held out", result.held_out, result.held_out_errors)
-    ):  # fmt: skip
+        ("fitted", result.fitted, result.fitted_errors),
+        ("held out", result.held_out, result.held_out_errors),
+    ):
         worst = max(range(len(errors)), key=errors.__getitem__)
         lines.append(
             f"\n{name}: {len(points)} points, relative error of the step {100 * np.mean(errors):.1f} % on average, "
@@ -444,12 +457,18 @@ def format_predictions(predictions: Sequence[Prediction], cluster: Cluster, devi
 
 def save_model(result: Check, path: Path) -> None:
     """Write coefficients with units, and errors, as JSON."""
-    path.write_text(json.dumps({
-        "coefficients": {
-            term: dict(zip(UNITS[term], values, strict=True)) for term, values in result.model.coefficients.items()
-        },
-        "fitted_points": [describe(p.layout) for p in result.fitted],
-        "held_out_points": [describe(p.layout) for p in result.held_out],
-        "fitted_error": {"mean": float(np.mean(result.fitted_errors)), "max": max(result.fitted_errors)},
-        "held_out_error": {"mean": float(np.mean(result.held_out_errors)), "max": max(result.held_out_errors)},
-    }, indent=1))  # fmt: skip
+    path.write_text(
+        json.dumps(
+            {
+                "coefficients": {
+                    term: dict(zip(UNITS[term], values, strict=True))
+                    for term, values in result.model.coefficients.items()
+                },
+                "fitted_points": [describe(p.layout) for p in result.fitted],
+                "held_out_points": [describe(p.layout) for p in result.held_out],
+                "fitted_error": {"mean": float(np.mean(result.fitted_errors)), "max": max(result.fitted_errors)},
+                "held_out_error": {"mean": float(np.mean(result.held_out_errors)), "max": max(result.held_out_errors)},
+            },
+            indent=1,
+        )
+    )

@@ -30,9 +30,13 @@ class Point:
 
 
 def grid(
-    experts: Sequence[int], ranks: Sequence[int], expert_parallel: Sequence[int], batch: Sequence[int],
-    dispatchers: Sequence[str], zero: Sequence[int],
-) -> tuple[list[Layout], int]:  # fmt: skip
+    experts: Sequence[int],
+    ranks: Sequence[int],
+    expert_parallel: Sequence[int],
+    batch: Sequence[int],
+    dispatchers: Sequence[str],
+    zero: Sequence[int],
+) -> tuple[list[Layout], int]:
     """Every layout of the grid that can exist, in the order of rank counts.
 
     Args:
@@ -91,8 +95,14 @@ def run_study(layouts: Sequence[Layout], study: Study, folder: Path, progress: b
     done = {p.layout: p for p in read_points(folder)}
     missing = [layout for layout in layouts if layout not in done]
     failures = []
-    bar = tqdm(total=len(layouts), initial=len(layouts) - len(missing), desc="scaling", unit="point",
-               dynamic_ncols=True, disable=not progress)  # fmt: skip
+    bar = tqdm(
+        total=len(layouts),
+        initial=len(layouts) - len(missing),
+        desc="scaling",
+        unit="point",
+        dynamic_ncols=True,
+        disable=not progress,
+    )
     for layout in missing:
         bar.set_postfix_str(describe(layout))
         heartbeat.doing(f"{len(done)} of {len(layouts)} points done, at {describe(layout)}")

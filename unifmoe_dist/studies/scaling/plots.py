@@ -20,16 +20,31 @@ from unifmoe_dist.studies.scaling.point import Study  # noqa: E402
 from unifmoe_dist.studies.scaling.step_split import PARTS  # noqa: E402
 
 _LABELS = {
-    "route": "routing", "dispatch": "dispatch", "shared_experts": "shared expert",
-    "residual_experts": "residual experts", "combine": "combine", "all_reduce": "all-reduce",
-    "optimizer": "optimiser", "other": "rest of the model",
-    "experts": "experts", "dense": "dense part", "exchange": "exchange",
-}  # fmt: skip
+    "route": "routing",
+    "dispatch": "dispatch",
+    "shared_experts": "shared expert",
+    "residual_experts": "residual experts",
+    "combine": "combine",
+    "all_reduce": "all-reduce",
+    "optimizer": "optimiser",
+    "other": "rest of the model",
+    "experts": "experts",
+    "dense": "dense part",
+    "exchange": "exchange",
+}
 _COLOURS = {
-    "route": "#7b3294", "dispatch": "#2166ac", "shared_experts": "#f4a582", "residual_experts": "#d6604d",
-    "combine": "#92c5de", "all_reduce": "#1b7837", "optimizer": "#a6dba0", "other": "#bdbdbd",
-    "experts": "#d6604d", "dense": "#bdbdbd", "exchange": "#2166ac",
-}  # fmt: skip
+    "route": "#7b3294",
+    "dispatch": "#2166ac",
+    "shared_experts": "#f4a582",
+    "residual_experts": "#d6604d",
+    "combine": "#92c5de",
+    "all_reduce": "#1b7837",
+    "optimizer": "#a6dba0",
+    "other": "#bdbdbd",
+    "experts": "#d6604d",
+    "dense": "#bdbdbd",
+    "exchange": "#2166ac",
+}
 _RANK_COLOURS = ("#222222", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
@@ -55,9 +70,10 @@ def _series(points: Sequence[Point]) -> list[tuple[list[str], list[Point]]]:
         for zero in sorted({p.layout.zero for p in points}):
             for dispatcher in exchanging:
                 chosen = [
-                    p for p in points
+                    p
+                    for p in points
                     if (p.layout.batch, p.layout.zero) == (batch, zero) and p.layout.dispatcher in (dispatcher, "local")
-                ]  # fmt: skip
+                ]
                 if chosen:
                     result.append(([f"batch{batch}", dispatcher, f"zero{zero}"], _widest(chosen)))
     return result
@@ -123,8 +139,17 @@ def _volume_legend(axis: Any, style: dict[int, dict[str, Any]]) -> None:
         Line2D([], [], color=colour, ls="--", label="Tutel, padded"),
     ]
     title = f"{next(iter(style))} ranks" if only else "line style (colours: ranks, as in Throughput)"
-    axis.legend(handles=handles, title=title, ncols=3, frameon=False, fontsize=9, title_fontsize=9, columnspacing=1.2,
-                loc="upper center", bbox_to_anchor=(0.5, -0.15))  # fmt: skip
+    axis.legend(
+        handles=handles,
+        title=title,
+        ncols=3,
+        frameon=False,
+        fontsize=9,
+        title_fontsize=9,
+        columnspacing=1.2,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.15),
+    )
 
 
 def _axes(axis: Any, experts: list[int], ylabel: str, title: str) -> None:
@@ -166,17 +191,36 @@ def _bars(axis: Any, points: list[Point], experts: list[int], ranks: list[int]) 
             axis.text(x, bottom, f"{bottom:,.0f}", ha="center", va="bottom", fontsize=7)
     axis.set_xticks(ticks, names, fontsize=8)
     for i, k in enumerate(experts):
-        axis.annotate(f"K = {k}", (i, 0), xycoords=("data", "axes fraction"), xytext=(0, -20),
-                      textcoords="offset points", ha="center", va="top")  # fmt: skip
-    axis.annotate("ranks", (0, 0), xycoords="axes fraction", xytext=(-8, -5), textcoords="offset points", ha="right",
-                  va="top", fontsize=8)  # fmt: skip
+        axis.annotate(
+            f"K = {k}",
+            (i, 0),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, -20),
+            textcoords="offset points",
+            ha="center",
+            va="top",
+        )
+    axis.annotate(
+        "ranks",
+        (0, 0),
+        xycoords="axes fraction",
+        xytext=(-8, -5),
+        textcoords="offset points",
+        ha="right",
+        va="top",
+        fontsize=8,
+    )
     axis.set_xlim(-0.6, len(experts) - 0.4)
     axis.set(ylabel="ms per step", title="Where a step goes (mean over ranks; dispatch and all-reduce include waiting)")
     axis.legend(
         handles=[plt.Rectangle((0, 0), 1, 1, color=_COLOURS[p], label=_LABELS[p]) for p in PARTS],
-        frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=len(PARTS), fontsize=9.5,
+        frameon=False,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.13),
+        ncols=len(PARTS),
+        fontsize=9.5,
         columnspacing=1.2,
-    )  # fmt: skip
+    )
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.25, axis="y")
     axis.set_axisbelow(True)
@@ -194,10 +238,24 @@ def plot_check(result: Check, study: Study, path: Path) -> Path:
         limits += measured + predicted
     low, high = 0.8 * min(limits), 1.25 * max(limits)
     axis.plot((low, high), (low, high), color="grey", lw=1)
-    axis.fill_between((low, high), (0.8 * low, 0.8 * high), (1.2 * low, 1.2 * high), color="grey", alpha=0.12, lw=0,
-                      label="within 20 %")  # fmt: skip
-    axis.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), xlabel="measured step (ms)",
-             ylabel="predicted step (ms)", title="Cost model")  # fmt: skip
+    axis.fill_between(
+        (low, high),
+        (0.8 * low, 0.8 * high),
+        (1.2 * low, 1.2 * high),
+        color="grey",
+        alpha=0.12,
+        lw=0,
+        label="within 20 %",
+    )
+    axis.set(
+        xscale="log",
+        yscale="log",
+        xlim=(low, high),
+        ylim=(low, high),
+        xlabel="measured step (ms)",
+        ylabel="predicted step (ms)",
+        title="Cost model",
+    )
     for ax in (axis.xaxis, axis.yaxis):
         _log_ticks(ax, low, high)
     axis.legend(frameon=False)

@@ -17,14 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unifmoe_dist.config import (
-    DataConfig,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    TrainConfig,
-    UniFMoEConfig,
-)
+from unifmoe_dist.config import DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig, UniFMoEConfig
 from unifmoe_dist.dispatch import Arrivals, Dispatcher, Exchange
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.profiling import profile_range
@@ -174,18 +167,23 @@ def train_config(layout: Layout, study: Study) -> TrainConfig:
         UserError: the layout cannot work, for example K is not divisible by the expert-parallel size.
     """
     config = TrainConfig(
-        steps=10_000, baseline=False, progress=False,
+        steps=10_000,
+        baseline=False,
+        progress=False,
         model=ModelConfig(
-            layers=study.layers, num_experts=layout.experts, num_blocks=study.blocks,
+            layers=study.layers,
+            num_experts=layout.experts,
+            num_blocks=study.blocks,
             dispatcher=layout.dispatcher,  # type: ignore[arg-type]
         ),
         data=DataConfig(batch_size=layout.batch * layout.ranks),
         optim=OptimConfig(lr=1e-3, warmup_steps=0, schedule="constant"),
         parallel=ParallelConfig(
-            expert_parallel_size=layout.expert_parallel, zero_stage=layout.zero,  # type: ignore[arg-type]
+            expert_parallel_size=layout.expert_parallel,
+            zero_stage=layout.zero,  # type: ignore[arg-type]
             precision=study.precision,  # type: ignore[arg-type]
         ),
-    )  # fmt: skip
+    )
     config.validate(layout.ranks)
     UniFMoEConfig(study.width, 4 * study.width, layout.experts, study.blocks)  # checks the layer's shape
     return config
@@ -211,9 +209,13 @@ class _Point:
         self.memory_before = _peak_memory(ranks.device)
         model = _backbone(study)
         model = upcycle(
-            model, layers=config.model.layers, num_experts=config.model.num_experts,
-            num_blocks=config.model.num_blocks, expert_group=ranks.expert_group, dispatcher=config.model.dispatcher,
-        )  # fmt: skip
+            model,
+            layers=config.model.layers,
+            num_experts=config.model.num_experts,
+            num_blocks=config.model.num_blocks,
+            expert_group=ranks.expert_group,
+            dispatcher=config.model.dispatcher,
+        )
         self.model, self.layers = model, moe_layers(model)
         build.mark_experts(model, ranks)
         settings = build.deepspeed_config(config, Path(), ranks.world_size, 1, build.reduce_bucket(model))
@@ -221,8 +223,9 @@ class _Point:
         self.parameters = _count_parameters(model)
         self.engine, *_ = deepspeed.initialize(
             model=TrainingModel(model, config.model.num_experts if ranks.expert_group is not None else None),
-            optimizer=build.build_optimizer(config, model, ranks), config=settings,
-        )  # fmt: skip
+            optimizer=build.build_optimizer(config, model, ranks),
+            config=settings,
+        )
         clipping.use_true_norm(self.engine, model, ranks)
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         self.inputs = self.inputs.to(ranks.device, dtype)
@@ -398,5 +401,3 @@ def _peak_memory(device: torch.device) -> int:
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
-
-

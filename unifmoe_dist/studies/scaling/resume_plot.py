@@ -54,8 +54,16 @@ def plot_resume(
     below.plot(list(after), rounding, "--", color="0.4", linewidth=1, label="float32 rounding of the loss")
     for axis in (above, below):
         axis.axvline(saved_at, color="0.4", linestyle=":", linewidth=1)
-    above.annotate(f"checkpoint, step {saved_at}", (saved_at, 0.97), (4, 0), xycoords=("data", "axes fraction"),
-                   textcoords="offset points", va="top", fontsize=8, color="0.3")  # fmt: skip
+    above.annotate(
+        f"checkpoint, step {saved_at}",
+        (saved_at, 0.97),
+        (4, 0),
+        xycoords=("data", "axes fraction"),
+        textcoords="offset points",
+        va="top",
+        fontsize=8,
+        color="0.3",
+    )
     above.legend(frameon=False, fontsize=8)
     below.set_yscale("log")
     below.legend(frameon=False, fontsize=8, loc="lower left")

@@ -20,9 +20,18 @@ the dense rest of the model, forward and backward, and the step's fixed work."""
 
 _BACKWARD = "autograd::engine::evaluate_function: "
 _COLLECTIVES = (
-    "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_fn", "reduce_scatter_tensor", "all_gather",
-    "all_gather_into_tensor", "allgather_fn", "all_gather_coalesced", "all_reduce_coalesced", "broadcast",
-)  # fmt: skip
+    "all_reduce",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_fn",
+    "reduce_scatter_tensor",
+    "all_gather",
+    "all_gather_into_tensor",
+    "allgather_fn",
+    "all_gather_coalesced",
+    "all_reduce_coalesced",
+    "broadcast",
+)
 
 
 @contextmanager
@@ -163,9 +172,13 @@ def _events(recording: torch.profiler.profile) -> list[Event]:
 def _events_with_kernels(recording: torch.profiler.profile) -> list[Event]:
     return [
         Event(
-            e.name, e.thread, round(1e3 * e.time_range.start), round(1e3 * e.time_range.end), e.sequence_nr,
+            e.name,
+            e.thread,
+            round(1e3 * e.time_range.start),
+            round(1e3 * e.time_range.end),
+            e.sequence_nr,
             1e3 * e.self_device_time_total,
         )
         for e in recording.events() or []
         if e.device_type == DeviceType.CPU and not e.is_async
-    ]  # fmt: skip
+    ]

@@ -126,14 +126,20 @@ def expected_traffic(
     absent = 0.0
     if k <= away:
         absent = math.exp(
-            math.lgamma(away + 1) - math.lgamma(away - k + 1)
-            - math.lgamma(num_experts + 1) + math.lgamma(num_experts - k + 1)
-        )  # fmt: skip
+            math.lgamma(away + 1)
+            - math.lgamma(away - k + 1)
+            - math.lgamma(num_experts + 1)
+            + math.lgamma(num_experts - k + 1)
+        )
     return Traffic(
-        crossings=tokens * (group_size - 1) * (1.0 - absent), gates=tokens * k * (group_size - 1) / group_size,
-        num_experts=num_experts, num_blocks=num_blocks, group_size=group_size, row_bytes=row_bytes,
+        crossings=tokens * (group_size - 1) * (1.0 - absent),
+        gates=tokens * k * (group_size - 1) / group_size,
+        num_experts=num_experts,
+        num_blocks=num_blocks,
+        group_size=group_size,
+        row_bytes=row_bytes,
         largest_load=tokens * k / num_experts,
-    )  # fmt: skip
+    )
 
 
 class ByteCount:
@@ -150,9 +156,13 @@ def counting_bytes() -> Iterator[ByteCount]:
     count, original = ByteCount(), dist.all_to_all_single
 
     def counted(
-        output: Tensor, input: Tensor, output_split_sizes: list[int] | None = None,
-        input_split_sizes: list[int] | None = None, group: Any = None, async_op: bool = False,
-    ) -> Any:  # fmt: skip
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: list[int] | None = None,
+        input_split_sizes: list[int] | None = None,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         row = input.element_size() * math.prod(input.shape[1:])
         splits = input_split_sizes or [input.shape[0] // size] * size
@@ -197,9 +207,7 @@ class VolumeRow:
     tutel: float
 
 
-def synthetic_tokens(
-    tokens: int, router_weight: Tensor, skewed: bool, generator: torch.Generator
-) -> Tensor:
+def synthetic_tokens(tokens: int, router_weight: Tensor, skewed: bool, generator: torch.Generator) -> Tensor:
     """(tokens, model_dim) tokens for a router (K + 1, model_dim) with orthonormal rows.
 
     Standard normal tokens give every expert the same expected load. Skewed ones lean towards expert i by the logarithm
@@ -213,9 +221,7 @@ def synthetic_tokens(
     return x
 
 
-def measure_volume(
-    experts: int, skewed: bool, tokens: int, model_dim: int, num_blocks: int
-) -> dict[str, float]:
+def measure_volume(experts: int, skewed: bool, tokens: int, model_dim: int, num_blocks: int) -> dict[str, float]:
     """Run on every rank of a job: one forward and backward of a dispatcher over synthetic routing, bytes counted.
 
     Returns:
@@ -233,9 +239,7 @@ def measure_volume(
         x = synthetic_tokens(tokens, router.weight, skewed, torch.Generator().manual_seed(1 + ranks.rank))
         x = x.requires_grad_()
         routing = router.decide(x, prototypes)
-        traffic = Traffic.of(
-            routing.gates, num_blocks, model_dim * x.element_size(), size, ranks.expert_rank
-        )
+        traffic = Traffic.of(routing.gates, num_blocks, model_dim * x.element_size(), size, ranks.expert_rank)
         capacity = torch.tensor(traffic.largest_load)
         with counting_bytes() as count:
             if ranks.expert_group is not None:
@@ -243,10 +247,19 @@ def measure_volume(
                 arrived = exchange.arrivals()
                 exchange.combine(arrived.x * arrived.gates.sum(1, keepdim=True)).sum().backward()
                 dist.all_reduce(capacity, op=dist.ReduceOp.MAX, group=ranks.expert_group)
-        totals = ranks.all_sum(torch.tensor([
-            tokens, routing.expert_count.sum(), minimum_volume(traffic).total, count.bytes,
-            tutel_volume(traffic, int(capacity)).total, alltoall_volume(traffic).total,
-        ], dtype=torch.float64))  # fmt: skip
+        totals = ranks.all_sum(
+            torch.tensor(
+                [
+                    tokens,
+                    routing.expert_count.sum(),
+                    minimum_volume(traffic).total,
+                    count.bytes,
+                    tutel_volume(traffic, int(capacity)).total,
+                    alltoall_volume(traffic).total,
+                ],
+                dtype=torch.float64,
+            )
+        )
         load = ranks.all_sum((routing.gates != 0).sum(0))
         names = ("experts_per_token", "minimum", "alltoall", "tutel", "formula")
         result = dict(zip(names, (totals[1:] / totals[0]).tolist(), strict=True))
@@ -254,9 +267,12 @@ def measure_volume(
 
 
 def volume_table(
-    experts: Sequence[int] = (6, 16, 64), ranks: Sequence[int] = (2, 4), tokens: int = 2048, model_dim: int = 384,
+    experts: Sequence[int] = (6, 16, 64),
+    ranks: Sequence[int] = (2, 4),
+    tokens: int = 2048,
+    model_dim: int = 384,
     num_blocks: int = 8,
-) -> list[VolumeRow]:  # fmt: skip
+) -> list[VolumeRow]:
     """Compare the volumes for uniform and skewed routing, float32, `tokens` tokens per rank; starts its own ranks."""
     from unifmoe_dist.studies.local_ranks import run_local_ranks
 
@@ -264,9 +280,9 @@ def volume_table(
     for world in ranks:
         for routing in ("uniform", "skewed"):
             for k in experts:
-                values = run_local_ranks(
-                    world, measure_volume, k, routing == "skewed", tokens, model_dim, num_blocks
-                )[0]
+                values = run_local_ranks(world, measure_volume, k, routing == "skewed", tokens, model_dim, num_blocks)[
+                    0
+                ]
                 del values["formula"]
                 rows.append(VolumeRow(routing=routing, experts=k, ranks=world, **values))
     return rows

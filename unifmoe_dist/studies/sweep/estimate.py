@@ -20,22 +20,47 @@ IMAGES = {"pacs": 9_991, "vlcs": 10_729, "officehome": 15_588, "terraincognita":
 """Images of DomainBed's data sets (Gulrajani and Lopez-Paz, ICLR 2021)."""
 
 SENTENCES = {
-    "cola": (8_551, 1_043), "mrpc": (3_668, 408), "qnli": (104_743, 5_463), "mnli": (392_702, 9_815),
+    "cola": (8_551, 1_043),
+    "mrpc": (3_668, 408),
+    "qnli": (104_743, 5_463),
+    "mnli": (392_702, 9_815),
     "rte": (2_490, 277),
-}  # fmt: skip
+}
 """Training and validation examples of GLUE's tasks (MNLI: matched)."""
 
 PADDED_LENGTH = {"cola": 20, "mrpc": 70, "qnli": 90, "mnli": 70, "rte": 110}
 """Assumed mean length of a padded batch of 32, in tokens."""
 
-DATA_GB = {"pacs": 0.4, "vlcs": 7.0, "officehome": 2.2, "terraincognita": 13.0, "domainnet": 37.0,
-           "cola": 0.01, "mrpc": 0.01, "qnli": 0.05, "mnli": 0.4, "rte": 0.01}  # fmt: skip
+DATA_GB = {
+    "pacs": 0.4,
+    "vlcs": 7.0,
+    "officehome": 2.2,
+    "terraincognita": 13.0,
+    "domainnet": 37.0,
+    "cola": 0.01,
+    "mrpc": 0.01,
+    "qnli": 0.05,
+    "mnli": 0.4,
+    "rte": 0.01,
+}
 """Assumed size of archives and unpacked files together."""
 
 # The cost table's row that stands for a method it leaves out.
-_LIKE = {"emoe-learn": "emoe", "top1": "gmoe", "top2": "gmoe", "top4": "gmoe", "top8": "gmoe", "mass": "dynmoe",
-         "gmoe-top1": "gmoe", "gmoe-top2": "gmoe", "gmoe-top4": "gmoe", "gmoe-top8": "gmoe", "dmda": "dense",
-         "lfme": "dense", "pcmoe": "dense"}  # fmt: skip
+_LIKE = {
+    "emoe-learn": "emoe",
+    "top1": "gmoe",
+    "top2": "gmoe",
+    "top4": "gmoe",
+    "top8": "gmoe",
+    "mass": "dynmoe",
+    "gmoe-top1": "gmoe",
+    "gmoe-top2": "gmoe",
+    "gmoe-top4": "gmoe",
+    "gmoe-top8": "gmoe",
+    "dmda": "dense",
+    "lfme": "dense",
+    "pcmoe": "dense",
+}
 _COST_IMAGES, _COST_EVALUATION_IMAGES = 96, 64  # 3 training environments of 32; evaluation batches
 _VISION_WORK = 96 * 197 * 384 * 1536  # tokens x d x H of one FFN in a training step of the cost table
 _BERT_PARAMETERS, _BERT_WIDTH, _BERT_HIDDEN = 333.6e6, 1024, 4096

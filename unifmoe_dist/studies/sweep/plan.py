@@ -18,9 +18,14 @@ from unifmoe_dist.train.cli import parse_train_config
 
 # What a sweep sets for each run, and how to say it instead.
 _COORDINATES = {
-    "data.task": "--tasks", "data.held_out": "--held-out", "seed": "--seeds", "output": "--output",
-    "resume": "nothing: a sweep resumes what is half done", "model.moe": "--methods", "algorithm.name": "--methods",
-}  # fmt: skip
+    "data.task": "--tasks",
+    "data.held_out": "--held-out",
+    "seed": "--seeds",
+    "output": "--output",
+    "resume": "nothing: a sweep resumes what is half done",
+    "model.moe": "--methods",
+    "algorithm.name": "--methods",
+}
 
 
 @dataclass(frozen=True)
@@ -142,12 +147,16 @@ def _base(path: Path, settings: tuple[str, ...]) -> TrainConfig:
 
 def _run(
     task: TaskName, held_out: str | None, method: str, seed: int, lr: float | None, base: TrainConfig, output: Path
-) -> Run:  # fmt: skip
+) -> Run:
     leaf = f"seed{seed}" if lr is None else f"seed{seed}-lr{lr:g}"
     folder = output.joinpath(task, *([] if held_out is None else [folder_name(held_out)]), method, leaf)
     options: dict[str, Any] = {
-        "data.task": task, "seed": seed, "output": str(folder), "resume": False, "progress": False,
-    }  # fmt: skip
+        "data.task": task,
+        "seed": seed,
+        "output": str(folder),
+        "resume": False,
+        "progress": False,
+    }
     if held_out is not None:
         options["data.held_out"] = held_out
     if lr is not None:

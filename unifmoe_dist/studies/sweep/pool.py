@@ -30,14 +30,7 @@ from unifmoe_dist.methods.registry import with_options
 from unifmoe_dist.runtime import heartbeat
 from unifmoe_dist.studies.local_ranks import process_context
 from unifmoe_dist.studies.sweep.plan import Run
-from unifmoe_dist.studies.sweep.run_folder import (
-    State,
-    last_words,
-    locked,
-    prepare,
-    read_summary,
-    state_of,
-)
+from unifmoe_dist.studies.sweep.run_folder import State, last_words, locked, prepare, read_summary, state_of
 
 _TAKEN_STATUS = 75  # sysexits' EX_TEMPFAIL: another process is at work in the folder
 _ALIKE = 5
@@ -80,9 +73,12 @@ class Outcome:
 
 
 def run_all(
-    runs: Sequence[Run], places: Sequence[Mapping[str, str]], *, discard_checkpoints: bool = False,
+    runs: Sequence[Run],
+    places: Sequence[Mapping[str, str]],
+    *,
+    discard_checkpoints: bool = False,
     progress: bool = True,
-) -> Outcome:  # fmt: skip
+) -> Outcome:
     """Do what is not done yet of `runs`, as many at a time as there are places.
 
     A run that fails, or is killed, ends alone; where the first _ALIKE of them all fail for one reason, no more are
@@ -104,8 +100,14 @@ def run_all(
     outcome = Outcome(skipped=[run for run in runs if states[run.folder] is State.FINISHED])
     todo = deque(run for run in runs if states[run.folder] is not State.FINISHED)
     pool = _Pool(list(places), discard_checkpoints)
-    bar = tqdm(total=len(runs), initial=len(outcome.skipped), desc="sweep", unit="run", dynamic_ncols=True,
-               disable=not progress)  # fmt: skip
+    bar = tqdm(
+        total=len(runs),
+        initial=len(outcome.skipped),
+        desc="sweep",
+        unit="run",
+        dynamic_ncols=True,
+        disable=not progress,
+    )
     stop = _Stop()
     with stop, bar:
         while pool.at_work or (todo and not (stop.count or outcome.alike)):

@@ -30,8 +30,15 @@ from unifmoe_dist.train.option_values import by_dotted_name
 
 # Options that do not change what a run finds.
 _WITHOUT_EFFECT = {
-    "output", "resume", "progress", "log_every", "keep_checkpoints", "baseline", "data.root", "data.workers",
-}  # fmt: skip
+    "output",
+    "resume",
+    "progress",
+    "log_every",
+    "keep_checkpoints",
+    "baseline",
+    "data.root",
+    "data.workers",
+}
 
 
 class State(Enum):

@@ -43,10 +43,7 @@ def expert_scores(routing: Any) -> Tensor:
 
 @torch.no_grad()
 def capture(
-    model: nn.Module,
-    layers: Mapping[str, nn.Module],
-    batches: Iterable[Mapping[str, Any]],
-    keep_tokens: bool = False,
+    model: nn.Module, layers: Mapping[str, nn.Module], batches: Iterable[Mapping[str, Any]], keep_tokens: bool = False
 ) -> dict[str, Capture]:
     """Run the model in evaluation mode and collect the routing of some of its layers.
 

@@ -87,9 +87,15 @@ class ElementUsage:
         """The `count` elements with the most patches, in the order of their numbers."""
         kept = sorted(sorted(range(len(self.elements)), key=lambda e: -self.patches[e])[:count])
         return ElementUsage(
-            [self.elements[e] for e in kept], [self.patches[e] for e in kept], self.blocks[kept], self.experts[kept],
-            self.compute[kept], self.shared_demand[kept], self.shared_block_count[kept], self.expert_count[kept],
-        )  # fmt: skip
+            [self.elements[e] for e in kept],
+            [self.patches[e] for e in kept],
+            self.blocks[kept],
+            self.experts[kept],
+            self.compute[kept],
+            self.shared_demand[kept],
+            self.shared_block_count[kept],
+            self.expert_count[kept],
+        )
 
 
 def element_usage(captured: Capture, grid: PatchGrid, mask: Tensor, ignore: int = -1) -> ElementUsage:

@@ -97,8 +97,7 @@ def study_layer(routing: Routing, router: Router) -> LayerUsage:
 def usage_record(usage: LayerUsage) -> dict[str, Any]:
     """Everything, as JSON can hold it."""
     return plain(
-        asdict(usage)
-        | {"mean_pair_coactivation": usage.mean_pair_coactivation, "gram_distance": usage.gram_distance}
+        asdict(usage) | {"mean_pair_coactivation": usage.mean_pair_coactivation, "gram_distance": usage.gram_distance}
     )
 
 

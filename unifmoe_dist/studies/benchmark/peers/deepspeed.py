@@ -14,8 +14,15 @@ class DeepSpeedMoE(nn.Module):
         from deepspeed.moe.layer import MoE
 
         expert = nn.Sequential(nn.Linear(shape.dim, shape.hidden), nn.GELU(), nn.Linear(shape.hidden, shape.dim))
-        self.moe = MoE(shape.dim, expert, num_experts=shape.experts, k=top_k, drop_tokens=False, use_rts=False,
-                       top2_2nd_expert_sampling=False)  # fmt: skip
+        self.moe = MoE(
+            shape.dim,
+            expert,
+            num_experts=shape.experts,
+            k=top_k,
+            drop_tokens=False,
+            use_rts=False,
+            top2_2nd_expert_sampling=False,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.moe(x)[0]

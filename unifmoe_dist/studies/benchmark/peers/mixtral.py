@@ -16,8 +16,13 @@ class MixtralBlock(nn.Module):
 
         # Its experts have three matrices: at two thirds of the width they cost as much as the dense FFN. Grouped
         # products want rows of whole 16 bytes.
-        config = MixtralConfig(hidden_size=shape.dim, intermediate_size=8 * round(shape.hidden / 12), hidden_act="silu",
-                               num_local_experts=shape.experts, num_experts_per_tok=top_k)  # fmt: skip
+        config = MixtralConfig(
+            hidden_size=shape.dim,
+            intermediate_size=8 * round(shape.hidden / 12),
+            hidden_act="silu",
+            num_local_experts=shape.experts,
+            num_experts_per_tok=top_k,
+        )
         config._experts_implementation = implementation
         self.block = MixtralSparseMoeBlock(config)
         for parameter in self.block.parameters():

@@ -18,8 +18,9 @@ class ScatterMoE(nn.Module):
 
         self.top_k = top_k
         self.router = nn.Linear(shape.dim, shape.experts, bias=False)
-        self.mlp = MLP(input_size=shape.dim, hidden_size=shape.hidden, num_experts=shape.experts, top_k=top_k,
-                       activation=nn.GELU())  # fmt: skip
+        self.mlp = MLP(
+            input_size=shape.dim, hidden_size=shape.hidden, num_experts=shape.experts, top_k=top_k, activation=nn.GELU()
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         affinity = torch.softmax(self.router(x).float(), dim=-1)

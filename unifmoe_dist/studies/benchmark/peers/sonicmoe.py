@@ -14,9 +14,13 @@ from unifmoe_dist.studies.benchmark.shapes import Shape
 def arguments(shape: Shape, top_k: int) -> dict[str, Any]:
     """Arguments of `sonicmoe.MoE` beside the activation."""
     return {
-        "num_experts": shape.experts, "num_experts_per_tok": top_k, "hidden_size": shape.dim,
-        "intermediate_size": shape.hidden, "add_bias": False, "std": 0.02,
-    }  # fmt: skip
+        "num_experts": shape.experts,
+        "num_experts_per_tok": top_k,
+        "hidden_size": shape.dim,
+        "intermediate_size": shape.hidden,
+        "add_bias": False,
+        "std": 0.02,
+    }
 
 
 class SonicMoE(nn.Module):

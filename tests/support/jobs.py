@@ -1,0 +1,111 @@
+"""Run a command on several real ranks without a launcher: what each printed, how it ended, and how long that took."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.support.ranks import _context
+from unifmoe_dist.train.cli import run_main
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Job:
+    """A finished job: exit status (negative: signal) and output of every rank, and the seconds it took."""
+
+    statuses: list[int | None]
+    outputs: list[str]
+    seconds: float
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.outputs)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _command(
+    rank: int, world: int, port: int, log: str, words: Sequence[str], prepare: Callable | None, args: tuple, script: str
+) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    for name in list(os.environ):
+        if name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            del os.environ[name]
+    if world > 1:
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world),
+            LOCAL_WORLD_SIZE=str(world),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+    sys.path.insert(0, str(ROOT / "launch"))
+    sys.argv = [script, *words]
+    if prepare is not None:
+        prepare(rank, *args)
+    run_main(__import__(script).main)
+
+
+class RunningJob:
+    """Ranks at work. `prepare(rank, *args)` runs in each first, to break something."""
+
+    def __init__(
+        self,
+        folder: Path,
+        world: int,
+        words: Sequence[str],
+        prepare: Callable | None = None,
+        *args: Any,
+        script: str = "train",
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.logs = [folder / f"rank-{rank}.log" for rank in range(world)]
+        port, self.started = free_port(), time.monotonic()
+        self.processes = []
+        for rank, log in enumerate(self.logs):
+            process = _context.Process(
+                target=_command, args=(rank, world, port, str(log), list(words), prepare, args, script)
+            )
+            process.start()
+            self.processes.append(process)
+
+    def finish(self, timeout: float = 60) -> Job:
+        """Wait for all ranks; one that still runs after `timeout` seconds is a hang, and fails the test."""
+        try:
+            for process in self.processes:
+                process.join(max(0.1, timeout + self.started - time.monotonic()))
+            statuses = [process.exitcode for process in self.processes]
+        finally:
+            for process in self.processes:
+                process.kill()
+                process.join()
+        outputs = [log.read_text(errors="replace") if log.exists() else "" for log in self.logs]
+        assert None not in statuses, f"a rank hangs: {statuses}\n" + "\n".join(outputs)
+        return Job(statuses, outputs, time.monotonic() - self.started)
+
+
+def run_job(
+    folder: Path,
+    world: int,
+    words: Sequence[str],
+    prepare: Callable | None = None,
+    *args: Any,
+    timeout: float = 60,
+    script: str = "train",
+) -> Job:
+    return RunningJob(folder, world, words, prepare, *args, script=script).finish(timeout)

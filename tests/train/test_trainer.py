@@ -1,0 +1,455 @@
+"""The training loop on real ranks: equal losses at every layout, exact resume, and errors that a person can act on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.ranks import run_ranks
+from unifmoe_dist.config import DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.runtime.ranks import Ranks, running_ranks, seed_everything
+from unifmoe_dist.train import build, checkpoint
+from unifmoe_dist.train.batches import TrainBatches
+from unifmoe_dist.train.cli import dump_train_config, load_train_config, parse_train_config
+from unifmoe_dist.train.trainer import Trainer, choose_folder
+from unifmoe_dist.upcycling import moe_layers
+
+ROOT = Path(__file__).parents[2]
+
+
+def make_config(
+    folder, *, steps=20, optimizer="sgd", resume=False, seed=0, clip=0.0, dispatcher="auto", **parallel
+) -> TrainConfig:
+    return TrainConfig(
+        output=str(folder),
+        steps=steps,
+        eval_every=10,
+        log_every=5,
+        baseline=False,
+        progress=False,
+        resume=resume,
+        seed=seed,
+        data=DataConfig(batch_size=4),
+        model=ModelConfig(layers=[1, 3], num_experts=4, dispatcher=dispatcher),
+        optim=OptimConfig(name=optimizer, lr=0.05 if optimizer == "sgd" else 1e-3, warmup_steps=3, grad_clip=clip),
+        parallel=ParallelConfig(**parallel),
+    )
+
+
+def train(rank, world, folder, steps, stop=None, **options):
+    """Global losses of the training steps, final weights by global name (this rank's experts), and gradient norms."""
+    config = make_config(folder, steps=steps, **options)
+    config.validate(world)
+    with running_ranks(config.parallel.expert_parallel_size, config.parallel.expert_placement) as ranks:
+        trainer = Trainer(config, ranks, Path(folder))
+        losses, norms = [], []
+        while trainer.step < (stop or steps):
+            sums = trainer.train_step().sums
+            losses.append(float(ranks.all_sum(sums["task_loss"])) / world)
+            norms.append(float(trainer.engine.get_global_grad_norm() or 0.0))
+            if trainer.step % config.eval_every == 0:
+                trainer._validate_and_save(0.0)
+        weights = {n: t.detach().clone() for n, t in trainer.model.state_dict().items()}
+        return losses, checkpoint.split_by_expert(trainer.model, weights), norms
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    return run_ranks(1, train, str(tmp_path_factory.mktemp("one")), 20)[0]
+
+
+@pytest.mark.parametrize(
+    "world,parallel",
+    [
+        (2, dict(expert_parallel_size=1, zero_stage=0)),
+        (2, dict(expert_parallel_size=1, zero_stage=1)),
+        (2, dict(expert_parallel_size=2, zero_stage=0)),
+        (2, dict(expert_parallel_size=2, zero_stage=1)),
+        (2, dict(expert_parallel_size=2, zero_stage=2)),
+        (4, dict(expert_parallel_size=2, zero_stage=1)),
+        (4, dict(expert_parallel_size=2, expert_placement="far", zero_stage=2)),
+        (2, dict(expert_parallel_size=2, offload_optimizer=True)),
+        (2, dict(expert_parallel_size=2, gradient_accumulation=2)),
+        (1, dict(gradient_checkpointing=True)),
+        pytest.param(
+            2, dict(expert_parallel_size=2, gradient_checkpointing=True, dispatcher="tutel"), marks=pytest.mark.tutel
+        ),
+    ],
+)
+def test_sgd_losses_equal_one_rank(world, parallel, one_rank, tmp_path):
+    """SGD, because Adam would hide expert gradients that are scaled by the group size."""
+    results = run_ranks(world, train, str(tmp_path), 20, **parallel)
+    keys = [one_rank[1][f"blocks.3.mlp.experts.{e}.keys"] for e in (0, 1)]
+    assert (keys[0] - keys[1]).abs().max() > 1e-4  # they started as copies: training moved them apart
+    assert_same_training(results, one_rank)
+
+
+def assert_same_training(results, expected):
+    for losses, weights, _ in results:
+        assert losses == pytest.approx(expected[0], abs=1e-5)
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected[1][name], atol=1e-5, rtol=1e-3)
+
+
+def train_with_ddp(rank, world, folder):
+    """The same 20 steps in plain torch: DistributedDataParallel and SGD, no DeepSpeed."""
+    config = make_config(folder)
+    ranks = Ranks(rank, world, torch.device("cpu"))
+    seed_everything(config.seed)
+    task = build.build_task(config)
+    model = build.build_model(config, task)
+    replica = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = build.build_optimizer(config, model, ranks)
+    schedule = build.build_schedule(config)(optimizer)
+    batches = TrainBatches(task, config.data.batch_size, config.seed, rank, world, 1)
+    losses = []
+    for step in range(20):
+        for inputs, labels in batches.step(step):
+            loss = torch.nn.functional.cross_entropy(replica(**inputs), labels)
+            gram = sum(layer.diversity_loss() for layer in moe_layers(model).values())
+            (loss + config.optim.lambda_div * gram).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(float(ranks.all_sum(loss)) / world)
+    return losses, checkpoint.split_by_expert(model, dict(model.state_dict())), []
+
+
+def test_deepspeed_equals_plain_ddp(one_rank, tmp_path):
+    assert_same_training(run_ranks(2, train_with_ddp, str(tmp_path)), one_rank)
+
+
+@pytest.fixture(scope="module")
+def one_rank_clipped(tmp_path_factory):
+    return run_ranks(1, train, str(tmp_path_factory.mktemp("clipped")), 20, clip=0.3, zero_stage=0)[0]
+
+
+@pytest.mark.parametrize(
+    "world,parallel",
+    [
+        (2, dict(expert_parallel_size=2, zero_stage=0)),
+        (4, dict(expert_parallel_size=2, zero_stage=0)),
+        (4, dict(expert_parallel_size=2, zero_stage=2)),
+        (2, dict(expert_parallel_size=2, offload_optimizer=True)),
+    ],
+)
+def test_clipping_counts_remote_experts(world, parallel, one_rank, one_rank_clipped, tmp_path):
+    moved = [(one_rank_clipped[1][n] - w).abs().max() for n, w in one_rank[1].items()]
+    assert max(moved) > 1e-3  # the limit is felt
+    results = run_ranks(world, train, str(tmp_path), 20, clip=0.3, **parallel)
+    assert_same_training(results, one_rank_clipped)
+    for _, _, norms in results:
+        assert norms == pytest.approx(one_rank_clipped[2], rel=2e-5)
+
+
+@pytest.mark.parametrize("parallel", [dict(zero_stage=0), dict(), dict(zero_stage=2), dict(offload_optimizer=True)])
+@pytest.mark.timeout(900)  # DeepSpeed's CPU Adam is compiled at its first use, which takes minutes on a busy machine
+def test_resume_is_exact_on_one_rank(parallel, tmp_path):
+    options = dict(optimizer="adamw", timeout=800, **parallel)
+    whole, weights, _ = run_ranks(1, train, str(tmp_path / "whole"), 20, **options)[0]
+    run_ranks(1, train, str(tmp_path / "cut"), 20, 14, **options)  # stops after the checkpoint of step 10
+    rest, resumed, _ = run_ranks(1, train, str(tmp_path / "cut"), 20, None, resume=True, **options)[0]
+    assert rest == whole[10:]
+    assert all(torch.equal(weights[name], resumed[name]) for name in weights)
+
+
+def train_dense(rank, world, folder, **parallel):
+    config = make_config(folder, **parallel)
+    config.model.moe = "none"
+    with running_ranks(config.parallel.expert_parallel_size) as ranks:
+        trainer = Trainer(config, ranks, Path(folder))
+        return float(ranks.all_sum(trainer.train_step().sums["task_loss"]))
+
+
+def test_the_dense_twin_takes_the_options_of_a_sharded_run(tmp_path):
+    plain = run_ranks(2, train_dense, str(tmp_path / "a"))
+    assert run_ranks(2, train_dense, str(tmp_path / "b"), expert_parallel_size=2) == plain
+
+
+@pytest.mark.parametrize("before,after", [(1, 0), (0, 2)])
+def test_resume_at_another_zero_stage(before, after, tmp_path):
+    run = str(tmp_path)
+    expected = run_ranks(1, train, run, 14, optimizer="adamw", zero_stage=before)[0][0][10:]
+    resumed = run_ranks(1, train, run, 14, optimizer="adamw", zero_stage=after, resume=True)[0][0]
+    assert resumed == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "before,after",
+    [((2, 2), (1, 1)), ((1, 1), (2, 2)), ((2, 1), (2, 2)), ((4, 2), (4, 4)), ((4, 4), (1, 1)), ((4, 2), (2, 2))],
+)
+def test_resume_at_another_layout(before, after, tmp_path):
+    whole, weights, _ = run_ranks(1, train, str(tmp_path / "whole"), 20, optimizer="adamw")[0]
+    cut = str(tmp_path / "cut")
+    run_ranks(before[0], train, cut, 20, 10, optimizer="adamw", expert_parallel_size=before[1])
+    results = run_ranks(after[0], train, cut, 20, None, optimizer="adamw", resume=True, expert_parallel_size=after[1])
+    for rest, resumed, _ in results:
+        assert rest == pytest.approx(whole[10:], abs=1e-4)
+        for name, weight in resumed.items():
+            torch.testing.assert_close(weight, weights[name], atol=2e-3, rtol=1e-2)
+
+
+def test_checkpoint_holds_every_expert_once(tmp_path):
+    run_ranks(2, train, str(tmp_path), 10, expert_parallel_size=2, optimizer="adamw")
+    folder = checkpoint.latest(tmp_path)
+    names: list[str] = []
+    for path in folder.glob("*.safetensors"):
+        if not path.name.startswith("random"):
+            names += load_file(path).keys()
+    assert len(names) == len(set(names))
+    assert {f"blocks.1.mlp.experts.{e}.keys" for e in range(4)} <= set(names)
+    assert {f"blocks.3.mlp.experts.{e}.values/exp_avg_sq" for e in range(4)} <= set(names)
+    expert_bytes = sum(p.stat().st_size for p in folder.glob("experts-*-*[0-9].safetensors"))
+    assert expert_bytes < 1.1 * 2 * 4 * (2 * 64 * 256 + 256 + 64) * 4  # layers x experts x floats x bytes
+
+
+def whole_run(rank, world, folder, **options):
+    config = make_config(folder, steps=10, optimizer="adamw", **options)
+    with running_ranks(config.parallel.expert_parallel_size, config.parallel.expert_placement) as ranks:
+        return Trainer(config, ranks, Path(folder)).fit()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_writes_its_folder(precision, tmp_path):
+    folder = tmp_path / "run"
+    summary = run_ranks(2, whole_run, str(folder), expert_parallel_size=2, precision=precision)[0]
+    written = json.loads((folder / "summary.json").read_text())
+    needed = {"test_accuracy", "mean_block_compute", "mean_expert_count", "world_size", "wall_seconds"}
+    assert needed <= written.keys() and written["test_accuracy"] == summary["test_accuracy"]
+    assert 1 < written["mean_block_compute"] < 4 * 8 and written["world_size"] == 2
+    for name in ("config.yaml", "metrics.jsonl", "plots/curves.png", "plots/compute.png", "plots/usage.png"):
+        assert (folder / name).stat().st_size > 0
+    assert list((folder / "tensorboard").rglob("events*"))
+    assert load_train_config(str(folder / "config.yaml")).parallel.precision == precision
+    with pytest.raises(UserError, match="--resume"):
+        choose_folder(make_config(folder))
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, str(ROOT / "launch/evaluate.py"), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    scored = json.loads(done.stdout[done.stdout.index("{") :])
+    assert scored["accuracy"] == pytest.approx(summary["test_accuracy"], abs=0.02 if precision == "bf16" else 1e-9)
+
+
+# -- errors -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words,expected",
+    [
+        (["--model.num_exprts", "4"], ["num_exprts"]),
+        (["--steps", "many"], ["steps", "many"]),
+        (["--optim.name", "adagrad9"], ["optim.name", "adagrad9"]),
+        (["--config", "nowhere.yaml"], ["nowhere.yaml"]),
+    ],
+)
+def test_bad_words_on_the_command_line(words, expected):
+    with pytest.raises(UserError) as error:
+        parse_train_config(words)
+    assert all(word in str(error.value) for word in expected) and "\n" not in str(error.value)
+
+
+def test_unknown_key_in_a_file(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("model:\n  num_exprts: 4\n")
+    with pytest.raises(UserError, match="num_exprts"):
+        parse_train_config(["--config", str(path)])
+
+
+@pytest.mark.parametrize(
+    "words,world,expected",
+    [
+        (["--parallel.expert_parallel_size", "4"], 4, ["6", "4"]),
+        (["--parallel.expert_parallel_size", "3"], 2, ["3", "2"]),
+        (["--data.batch_size", "9"], 2, ["9", "2"]),
+        (["--model.layers", "[]"], 1, ["model.layers"]),
+        (["--steps", "0"], 1, ["steps", "0"]),
+        (["--resume"], 1, ["--output"]),
+        (["--parallel.precision", "bf16", "--parallel.zero_stage", "0"], 1, ["bf16"]),
+        (["--parallel.zero_stage", "3"], 2, ["zero_stage 3", "zero_stage 2"]),
+        (["--parallel.zero_stage", "0", "--parallel.offload_optimizer", "true"], 1, ["offload_optimizer", "1 or 2"]),
+        (["--seed", "-1"], 1, ["seed", "-1"]),
+        (["--data.split_seed", "9" * 20], 1, ["split_seed", "9" * 20]),
+        (["--optim.betas", "[0.9,1.5]"], 1, ["optim.betas", "1.5"]),
+        (["--optim.lr", ".inf"], 1, ["optim.lr", "inf"]),
+        (["--optim.momentum", "-1"], 1, ["optim.momentum"]),
+        (["--optim.weight_decay", "-1"], 1, ["weight_decay"]),
+        (["--optim.warmup_steps", "-5"], 1, ["warmup_steps"]),
+        (["--optim.grad_clip", "-1"], 1, ["grad_clip"]),
+        (["--optim.lambda_div", ".nan"], 1, ["lambda_div", "nan"]),
+        (["--model.backbone", "deit"], 1, ["model.backbone", "digits"]),
+        (["--data.root", "there"], 1, ["data.root", "digits"]),
+        (["--model.dropout", "0.1"], 1, ["dropout", "digits"]),
+        (["--data.task", "cola", "--model.drop_path", "0.1"], 1, ["drop_path", "cola"]),
+        (["--data.task", "acceptability", "--data.image_size", "32"], 1, ["image_size", "acceptability"]),
+        (["--optim.auxiliary_weight", "0.1"], 1, ["auxiliary_weight 0.1", "lambda_div"]),
+        (["--model.num_experts", "0"], 1, ["num_experts", "0"]),
+        (["--model.moe", "none", "--model.num_blocks", "0"], 1, ["num_blocks", "0"]),
+    ],
+)
+def test_options_that_do_not_fit(words, world, expected):
+    with pytest.raises(UserError) as error:
+        parse_train_config(words).validate(world)
+    assert all(word in str(error.value) for word in expected)
+
+
+@pytest.mark.parametrize("text,group", [("model: 3", "model"), ("data: []", "data"), ("optim: null", "optim")])
+def test_a_group_of_options_that_is_none(tmp_path, text, group):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(UserError, match=f"{group} is .* must hold options"):
+        parse_train_config(["--config", str(tmp_path / "config.yaml")])
+    with pytest.raises(UserError, match=f"{group} is .* must hold options"):
+        load_train_config(str(tmp_path / "config.yaml"))
+
+
+def test_a_file_of_options_that_is_no_text(tmp_path):
+    (tmp_path / "config.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="utf-8"):
+        parse_train_config(["--config", str(tmp_path / "config.yaml")])
+    with pytest.raises(UserError, match="config.yaml"):
+        load_train_config(str(tmp_path / "config.yaml"))
+
+
+def test_resume_keeps_the_options_of_the_run(tmp_path):
+    words = ["--model.num_experts", "4", "--optim.lr", "0.01", "--output", str(tmp_path)]
+    (tmp_path / "config.yaml").write_text(dump_train_config(parse_train_config([*words, "--steps", "30"])))
+    resumed = parse_train_config(["--resume", "--output", str(tmp_path), "--optim.lr", "0.02"])
+    assert (resumed.model.num_experts, resumed.steps, resumed.optim.lr, resumed.resume) == (4, 30, 0.02, True)
+
+
+def test_yaml_round_trip_and_shipped_configs(tmp_path):
+    config = parse_train_config(["--model.layers", "[1,2]", "--optim.betas", "[0.8,0.9]", "--resume", "--output", "x"])
+    assert config.resume and config.model.layers == [1, 2]
+    path = tmp_path / "c.yaml"
+    path.write_text(dump_train_config(config))
+    assert load_train_config(str(path)) == config
+    for shipped in (ROOT / "configs").glob("*.yaml"):
+        parse_train_config(["--config", str(shipped)]).validate(2)
+    assert parse_train_config(["--config", str(ROOT / "configs/digits.yaml")]) == TrainConfig()
+
+
+@pytest.mark.parametrize("name", ["dense.safetensors", "manifest.json", "progress.json"])
+@pytest.mark.parametrize("damage", ["cut", "altered", "gone"])
+def test_damaged_checkpoint(name, damage, tmp_path, small_run):
+    folder = checkpoint.latest(small_run)
+    path, original = folder / name, (folder / name).read_bytes()
+    try:
+        if damage == "cut":
+            path.write_bytes(original[: len(original) // 2])
+        elif damage == "altered":
+            path.write_bytes(original[:-20] + b"\xff" * 20)
+        else:
+            path.unlink()
+        with pytest.raises(UserError, match="step-000010"):
+            checkpoint.latest(small_run)
+    finally:
+        path.write_bytes(original)
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("small")
+    run_ranks(1, train, str(folder), 10)
+    return folder
+
+
+def test_resume_without_a_checkpoint(tmp_path):
+    with pytest.raises(UserError, match="checkpoint"):
+        choose_folder(make_config(tmp_path, resume=True))
+
+
+def test_a_run_that_saved_nothing_is_not_to_be_resumed(tmp_path):
+    (tmp_path / "config.yaml").write_text(dump_train_config(make_config(tmp_path)))
+    for resume in (False, True):  # neither may send the user to the other
+        with pytest.raises(UserError, match="delete it"):
+            choose_folder(make_config(tmp_path, resume=resume))
+
+
+def test_resume_with_fewer_steps_than_done(small_run):
+    with pytest.raises(UserError, match="step 10.*--steps 9"):
+        choose_folder(make_config(small_run, steps=9, resume=True))
+    assert choose_folder(make_config(small_run, steps=10, resume=True)) == small_run
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--model.num_blocks 4",
+        "--data.held_out rot0",
+        "--data.split_seed 1",
+        "--seed 1",
+        "--data.task acceptability",
+        "--optim.name adamw",
+    ],
+)
+def test_resume_as_another_run(words, small_run):
+    changed = parse_train_config(["--resume", "--output", str(small_run), *words.split()])
+    with pytest.raises(UserError, match="was trained with"):
+        choose_folder(changed)
+
+
+def test_resume_with_another_seed_names_the_seed(small_run):
+    with pytest.raises(UserError, match="was trained with seed 0, so it cannot be resumed with 3"):
+        choose_folder(parse_train_config(["--resume", "--output", str(small_run), "--seed", "3"]))
+
+
+@pytest.mark.parametrize("inside", ["", "run"])
+def test_output_that_is_a_file(inside, tmp_path):
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(UserError, match="--output .*file"):
+        choose_folder(make_config(tmp_path / "file" / inside))
+
+
+@pytest.mark.parametrize("name", ["nonsense", "step-7", "..", ""])
+def test_a_checkpoint_that_is_not_there(name, small_run):
+    with pytest.raises(UserError, match="it holds: best, latest, step-000010"):
+        checkpoint.latest(small_run, name)
+
+
+def other_model(rank, world, folder):
+    config = make_config(folder)
+    config.model.layers = [1, 99]
+    with pytest.raises(UserError, match="99"):
+        Trainer(config, Ranks(0, 1, torch.device("cpu")), Path(folder))
+    config.model.layers, config.model.num_blocks = [1, 3], 7
+    with pytest.raises(UserError, match="256.*7"):
+        Trainer(config, Ranks(0, 1, torch.device("cpu")), Path(folder))
+    config.model.num_blocks, config.model.num_experts, config.resume = 8, 6, True
+    with pytest.raises(UserError, match="6|experts"):
+        Trainer(config, Ranks(0, 1, torch.device("cpu")), Path(folder))
+    assert load_train_config(str(Path(folder) / "config.yaml")).model.num_experts == 4  # as the run was made
+    return True
+
+
+def half_on_cpu(rank, world, folder):
+    with pytest.raises(UserError, match="fp16.*GPU"):
+        Trainer(make_config(folder, precision="fp16"), Ranks(0, 1, torch.device("cpu")), Path(folder))
+    return True
+
+
+def test_fp16_on_the_cpu_is_refused(tmp_path):
+    assert run_ranks(1, half_on_cpu, str(tmp_path)) == [True]
+
+
+def test_models_that_do_not_fit(small_run):
+    assert run_ranks(1, other_model, str(small_run)) == [True]
+
+
+def test_two_ranks_print_an_error_once_and_exit_non_zero(tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
+    for words, expected in ((["--model.num_exprts", "4"], "num_exprts"), (["--model.layers", "[77]"], "77")):
+        command = [*launcher, str(ROOT / "launch/train.py"), "--output", str(tmp_path / expected), *words]
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, cwd=tmp_path)
+        output = done.stdout + done.stderr
+        assert done.returncode != 0
+        assert len([line for line in output.splitlines() if line.startswith("error:")]) == 1, output
+        assert expected in output and "Traceback" not in output

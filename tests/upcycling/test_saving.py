@@ -1,0 +1,123 @@
+"""Folders of upcycled Transformers models: what is saved loads as it was, or a sentence says why not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+
+from tests.upcycling.test_upcycle import B, K, build, inputs, logits
+from tests.upcycling.test_wrappers import moved
+from unifmoe_dist import UniFMoEConfig, UniFMoELayer, upcycle
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.upcycling import moe_layers
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+def test_dense_weights_do_not_load_into_an_upcycled_configuration(automatic, tmp_path):
+    dense = build("bert")
+    dense.save_pretrained(tmp_path)
+    config = upcycle(build("bert"), [1], K, B).config
+    cls = transformers.AutoModelForSequenceClassification if automatic else type(dense)
+    with pytest.raises(UserError, match="no weights for the layer of experts bert.encoder.layer.1.intermediate"):
+        cls.from_pretrained(tmp_path, config=config)
+    assert not moe_layers(cls.from_pretrained(tmp_path))
+
+
+def test_a_head_around_an_upcycled_body_is_saved_whole(tmp_path):
+    model = build("bert")
+    upcycle(model.bert, [0], K, B)
+    upcycle(model, [1], 2, 8)  # and once more, now the whole
+    moved(model)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert [layer.config.num_experts for layer in moe_layers(again).values()] == [K, 2]
+    batch = inputs("bert")
+    torch.testing.assert_close(logits(again, batch), logits(model, batch), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("part", ["encoder", "decoder"])
+def test_an_encoder_decoder_is_saved_whole(part, tmp_path):
+    encoder, decoder = build("bert").bert, build("bert", is_decoder=True, add_cross_attention=True).config
+    model = transformers.EncoderDecoderModel(encoder=encoder, decoder=transformers.BertLMHeadModel(decoder)).eval()
+    upcycle(getattr(model, part), [1], K, B)
+    moved(model).save_pretrained(tmp_path)
+    again = transformers.EncoderDecoderModel.from_pretrained(tmp_path)
+    assert list(moe_layers(again)) == list(moe_layers(model)) and len(moe_layers(again)) == 1
+    ids = torch.randint(3, 50, (2, 6))
+    with torch.no_grad():
+        got, want = (m(input_ids=ids, decoder_input_ids=ids).logits for m in (again.eval(), model))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_that_a_configuration_cannot_tell_of_are_not_saved(tmp_path):
+    model = build("bert")
+    model.bert.encoder.layer[1].output.dense = UniFMoELayer(UniFMoEConfig(64, 32, K, B))
+    with pytest.raises(UserError, match="does not tell of the layers of experts in bert.encoder.layer.1.output.dense"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+    class Own(type(model)):
+        pass  # may make such layers in its own __init__
+
+    model.__class__ = Own
+    model.save_pretrained(tmp_path)
+    lost = "has the layer of experts bert.encoder.layer.1.output.dense, .*call upcycle on its body in its __init__"
+    with pytest.raises(UserError, match=lost):
+        Own.from_pretrained(tmp_path)
+
+    class Making(Own):
+        def __init__(self, config):
+            super().__init__(config)
+            self.bert.encoder.layer[1].output.dense = UniFMoELayer(UniFMoEConfig(64, 32, K, B))
+
+    assert len(moe_layers(Making.from_pretrained(tmp_path))) == 1
+    assert not moe_layers(Own.from_pretrained(tmp_path, num_hidden_layers=1))  # left out on purpose
+
+
+@pytest.mark.parametrize("family", ["bert", "distilbert", "electra", "vit"])
+def test_a_process_without_the_package_fails_with_the_remedy(family, tmp_path):
+    model = upcycle(build(family), [1], K, B)
+    model.save_pretrained(tmp_path)
+    code = f"import transformers; transformers.{type(model).__name__}.from_pretrained({str(tmp_path)!r})"
+    if family == "bert":  # one real process; the others as it would see them
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+        assert result.returncode and "import unifmoe_dist first" in result.stderr.splitlines()[-1], result.stderr
+    config = json.loads((tmp_path / "config.json").read_text())
+    name = config["activation" if family == "distilbert" else "hidden_act"]
+    assert name == "gelu, in UniF-MoE layers: import unifmoe_dist first"
+    known = transformers.activations.ACT2FN
+    kept = dict.pop(known, name)
+    try:
+        with pytest.raises(KeyError, match="import unifmoe_dist first"):
+            type(model).from_pretrained(tmp_path)
+    finally:
+        known.update({name: kept})
+    assert len(moe_layers(type(model).from_pretrained(tmp_path))) == 1
+
+
+@pytest.mark.parametrize("imported", ["unifmoe_dist", "unifmoe_dist.upcycling"])
+def test_asking_where_transformers_is_keeps_the_package_ready(imported):
+    code = f"""
+import importlib.util
+import {imported}
+importlib.util.find_spec("transformers.modeling_utils")
+from transformers import PreTrainedModel
+assert PreTrainedModel.post_init.rebuilds_unif_moe
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
+
+
+def test_folders_of_earlier_versions_load(tmp_path):
+    model = upcycle(build("bert"), [1], K, B)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["hidden_act"] = "gelu"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    again = type(model).from_pretrained(tmp_path)
+    assert len(moe_layers(again)) == 1 and again.config.hidden_act == model.config.hidden_act

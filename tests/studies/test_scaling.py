@@ -20,7 +20,7 @@ from launch import scale
 from tests.support.ranks import run_ranks
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.profiling import profile_range
-from unifmoe_dist.studies.local_ranks import check_world_size, run_local_ranks
+from unifmoe_dist.runtime.local_ranks import check_world_size, run_local_ranks
 from unifmoe_dist.studies.scaling import cost_model
 from unifmoe_dist.studies.scaling import grid as scaling
 from unifmoe_dist.studies.scaling.cost_model import Cluster, CostModel, Workload

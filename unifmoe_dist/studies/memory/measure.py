@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.runtime.local_ranks import run_local_ranks
 from unifmoe_dist.runtime.ranks import running_ranks, world_size_from_environment
-from unifmoe_dist.studies.local_ranks import run_local_ranks
 from unifmoe_dist.studies.memory.estimate import estimate
 from unifmoe_dist.studies.memory.ledger import Ledger, LiveBytes
 from unifmoe_dist.studies.memory.models import task_of_sizes

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.runtime import heartbeat
-from unifmoe_dist.studies.local_ranks import check_world_size, run_local_ranks
+from unifmoe_dist.runtime.local_ranks import check_world_size, run_local_ranks
 from unifmoe_dist.studies.scaling.point import Layout, Measurement, Study, measure, train_config
 
 

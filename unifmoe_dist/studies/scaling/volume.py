@@ -274,7 +274,7 @@ def volume_table(
     num_blocks: int = 8,
 ) -> list[VolumeRow]:
     """Compare the volumes for uniform and skewed routing, float32, `tokens` tokens per rank; starts its own ranks."""
-    from unifmoe_dist.studies.local_ranks import run_local_ranks
+    from unifmoe_dist.runtime.local_ranks import run_local_ranks
 
     rows = []
     for world in ranks:

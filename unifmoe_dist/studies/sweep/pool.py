@@ -28,13 +28,12 @@ from tqdm import tqdm
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods.registry import with_options
 from unifmoe_dist.runtime import heartbeat
-from unifmoe_dist.studies.local_ranks import process_context
+from unifmoe_dist.runtime.local_ranks import process_context, rank_environment, write_output_to
 from unifmoe_dist.studies.sweep.plan import Run
 from unifmoe_dist.studies.sweep.run_folder import State, last_words, locked, prepare, read_summary, state_of
 
 _TAKEN_STATUS = 75  # sysexits' EX_TEMPFAIL: another process is at work in the folder
 _ALIKE = 5
-_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,7 @@ class _Pool:
         self.free = places
         self.at_work: dict[BaseProcess, tuple[Run, Mapping[str, str]]] = {}
         self._discard = discard_checkpoints
-        self._context = process_context()
+        self._context = process_context("unifmoe_dist.train.trainer", "unifmoe_dist.studies.training_plots")
 
     def start(self, run: Run) -> None:
         place = self.free.pop(0)
@@ -215,13 +214,9 @@ class _Pool:
 
 def _run_main(run: Run, place: Mapping[str, str], discard_checkpoints: bool) -> None:
     os.setsid()
-    for name in _LAUNCHER_VARIABLES:
-        os.environ.pop(name, None)
     # One rank alone: port 0 is whichever is free when the rank begins to listen.
-    os.environ.update(place, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    log = os.open(run.folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    for stream in (1, 2):
-        os.dup2(log, stream)
+    os.environ.update(place, **rank_environment(0, 1, port=0))
+    write_output_to(run.folder / "log.txt")
     _leave_with_parent()
     with locked(run.folder) as alone:
         status = _attempt(run, discard_checkpoints) if alone else _TAKEN_STATUS

@@ -112,6 +112,12 @@ def test_what_is_missing_comes_with_advice(monkeypatch):
         check_commands(finding)
 
 
+@pytest.mark.parametrize("version", ["2.9.1", "2.9.1+cu128", "2.10.0a0+git1", "2.14.1"])
+def test_the_oldest_torch_that_works_is_no_problem(version, monkeypatch):
+    monkeypatch.setattr(software, "version_of", lambda package: version)
+    assert next(software.torch_builds()).status == "ok"
+
+
 def test_a_check_that_fails_does_not_end_the_others(monkeypatch, tmp_path):
     def broken():
         raise OSError("a broken driver")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,7 +47,6 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def numbers(version: str) -> tuple[int, int]:
-    """Major and minor version: "2.11.0+cu128" -> (2, 11)."""
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
+def numbers(version: str) -> tuple[int, ...]:
+    """What can be compared of a version: "2.11.0+cu128" -> (2, 11, 0)."""
+    return tuple(map(int, re.findall(r"^[\d.]*\d", version)[0].split(".")))

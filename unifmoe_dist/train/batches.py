@@ -142,7 +142,7 @@ _REPLACEMENT = 1
 
 def _generator(*numbers: int) -> torch.Generator:
     """A generator seeded by all the numbers together."""
-    return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1))
+    return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1)
 
 
 def evaluation_batches(

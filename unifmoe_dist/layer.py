@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unifmoe_dist.config import UniFMoEConfig
-from unifmoe_dist.dispatch import LocalDispatcher, limit_load
+from unifmoe_dist.dispatch import limit_load
 from unifmoe_dist.expert_layer import ExpertLayer
 from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.kernels import block_ffn, masks_in_place, route_tokens, shared_and_residual_ffn
@@ -65,7 +65,7 @@ class UniFMoELayer(ExpertLayer[UniFMoEConfig]):
             self.usage.update(routing)
             note_first_pass(self)
         dropout = self._draw_dropout(x)
-        if isinstance(self.dispatcher, LocalDispatcher):
+        if self.dispatcher.local:
             return self.experts(
                 x, use=lambda own, x: shared_and_residual_ffn(x, routing, shared.weights(), own.weights(), dropout)
             )

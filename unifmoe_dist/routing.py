@@ -6,7 +6,7 @@ Shapes carry suffixes: N tokens, D model width, K residual experts, B blocks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,8 +46,8 @@ class Routing:
         shared_block_count: (N,) int64, b.
         expert_count: (N,) int64, k.
         dropped: (N,) int64, assignments that a capacity limit took away, not counted in k; None without a limit.
-        by_products: What later steps would otherwise compute from the above, where routing made it by the way. Whoever
-            changes the decision drops it.
+        by_products: What later steps would otherwise compute from the above, where a kernel made it on the way. A
+            changed copy (`dataclasses.replace`) has none.
     """
 
     shared_demand: Tensor
@@ -57,7 +57,7 @@ class Routing:
     shared_block_count: Tensor
     expert_count: Tensor
     dropped: Tensor | None = None
-    by_products: ByProducts | None = None
+    by_products: ByProducts | None = field(default=None, init=False)
 
     def carriers(self) -> tuple[Tensor, ...]:
         """The tensors that carry gradient."""
@@ -67,8 +67,18 @@ class Routing:
     def with_carriers(self, carriers: tuple[Tensor, ...]) -> Routing:
         """The same decision, carried by equal tensors that someone has hooked into the backward pass."""
         demand, affinity, gates, *made = carriers
-        products = replace(self.by_products, coefficients=made[0]) if self.by_products is not None else None
-        return replace(self, shared_demand=demand, affinity=affinity, gates=gates, by_products=products)
+        routing = replace(self, shared_demand=demand, affinity=affinity, gates=gates)
+        return (
+            routing
+            if self.by_products is None
+            else routing.with_by_products(replace(self.by_products, coefficients=made[0]))
+        )
+
+    def with_by_products(self, made: ByProducts) -> Routing:
+        """This decision, and what a kernel made on the way to it."""
+        routing = replace(self)
+        object.__setattr__(routing, "by_products", made)  # no argument of __init__, so that `replace` drops it
+        return routing
 
     @property
     def block_compute(self) -> Tensor:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unifmoe_dist.dispatch.bits import pack_bits, unpack_bits
-from unifmoe_dist.dispatch.exchange import Flight
+from unifmoe_dist.dispatch.exchange import AsyncExchange
 from unifmoe_dist.dispatch.protocol import NOT_PICKLABLE, Arrivals, gradient_needs
 from unifmoe_dist.eager import not_compiled
 from unifmoe_dist.errors import UserError
@@ -27,6 +27,8 @@ class AllToAllDispatcher:
     Args:
         group: The expert-parallel process group.
     """
+
+    local = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -54,67 +56,69 @@ class _AllToAllExchange:
         rank, token = goes_RN.nonzero(as_tuple=True)
         self.token = token
 
-        told = torch.stack([goes_RN.sum(1), active_RNE.sum((1, 2))], dim=1)  # rows and gates for each rank
-        told = torch.cat([told, told.new_tensor(needs).expand(size, -1)], dim=1)
-        heard = torch.empty_like(told)
-        dist.all_to_all_single(heard, told, group=group)
-        rows_out, gates_out, *_, rows_in, gates_in, tokens_need, experts_need = torch.cat([told, heard], 1).T.tolist()
-        self.back = _Route(group, [rows_in], [rows_out])
-        self.comes_back = any(tokens_need) or any(experts_need)
+        send_counts = torch.stack([goes_RN.sum(1), active_RNE.sum((1, 2))], dim=1)  # rows and gates for each rank
+        send_counts = torch.cat([send_counts, send_counts.new_tensor(needs).expand(size, -1)], dim=1)
+        recv_counts = torch.empty_like(send_counts)
+        dist.all_to_all_single(recv_counts, send_counts, group=group)
+        counts = torch.cat([send_counts, recv_counts], dim=1).T.tolist()
+        rows_out, gates_out, *_, rows_in, gates_in, tokens_need, experts_need = counts
+        self.home = _AllToAll(group, [rows_in], [rows_out])
+        self.home_needs = any(tokens_need) or any(experts_need)
 
-        there = _Route(group, [rows_out, gates_out, rows_out], [rows_in, gates_in, rows_in])
+        there = _AllToAll(group, [rows_out, gates_out, rows_out], [rows_in, gates_in, rows_in])
         bits = pack_bits(torch.cat([blocks[token], active_RNE[rank, token]], dim=1))
-        self.flight = Flight(there, any(tokens_need)).launch(x[token], gates_RNE.masked_select(active_RNE), bits)
+        self.sent = AsyncExchange(there, any(tokens_need)).start(x[token], gates_RNE.masked_select(active_RNE), bits)
 
     @not_compiled
     def arrivals(self) -> Arrivals:
-        x, gates, bits = self.flight.land()
+        x, gates, bits = self.sent.wait()
         flags = unpack_bits(bits, self.num_blocks + self.num_local)
         blocks, active = flags.split([self.num_blocks, self.num_local], dim=1)
         return Arrivals(x, gates.new_zeros(active.shape).masked_scatter(active, gates), blocks)
 
     @not_compiled
     def combine(self, rows: Tensor) -> Tensor:
-        (home,) = Flight(self.back, self.comes_back).launch(rows).land()
-        total = home.new_zeros((self.num_tokens, home.shape[1]), dtype=torch.promote_types(home.dtype, torch.float32))
-        return total.index_add(0, self.token, home.to(total.dtype)).to(home.dtype)
+        (back,) = AsyncExchange(self.home, self.home_needs).start(rows).wait()
+        total = back.new_zeros((self.num_tokens, back.shape[1]), dtype=torch.promote_types(back.dtype, torch.float32))
+        return total.index_add(0, self.token, back.to(total.dtype)).to(back.dtype)
 
 
-class _Route:
+class _AllToAll:
     """Row counts to and from every rank of a group, for each of the tensors that travel together.
 
     The tensors that carry gradients come first: on the way back there are no others.
     """
 
-    def __init__(self, group: dist.ProcessGroup, sent: list[list[int]], received: list[list[int]]) -> None:
-        self.group, self.sent, self.received = group, sent, received
+    def __init__(self, group: dist.ProcessGroup, input_splits: list[list[int]], output_splits: list[list[int]]) -> None:
+        self.group, self.input_splits, self.output_splits = group, input_splits, output_splits
 
-    def send(self, tensors: tuple[Tensor, ...]) -> _Crossing:
-        return _Crossing(self, tensors)
+    def start(self, tensors: tuple[Tensor, ...]) -> _Pending:
+        return _Pending(self, tensors)
 
-    def reversed(self) -> _Route:
-        return _Route(self.group, self.received, self.sent)
+    def reversed(self) -> _AllToAll:
+        return _AllToAll(self.group, self.output_splits, self.input_splits)
 
 
-class _Crossing:
+class _Pending:
     """Several tensors on their way. What one rank is sent of them all is one run of bytes."""
 
-    def __init__(self, route: _Route, tensors: tuple[Tensor, ...]) -> None:
+    def __init__(self, collective: _AllToAll, tensors: tuple[Tensor, ...]) -> None:
         self.kinds = [(t.dtype, t.shape[1:]) for t in tensors]
         widths = [t.dtype.itemsize * t.shape[1:].numel() for t in tensors]
-        self.bytes_in, bytes_out = _bytes_by_rank(route.received, widths), _bytes_by_rank(route.sent, widths)
+        self.bytes_in = _bytes_by_rank(collective.output_splits, widths)
+        bytes_out = _bytes_by_rank(collective.input_splits, widths)
         flat = [t.contiguous().view(-1).view(torch.uint8) for t in tensors]
-        self.sent = flat[0]  # kept until landed; a tensor that travels alone needs no packing
+        self.sent = flat[0]  # kept until all is here; a tensor that travels alone needs no packing
         if len(flat) > 1:
             parts = [t.split([of_rank[i] for of_rank in bytes_out]) for i, t in enumerate(flat)]
             self.sent = torch.cat([part for of_rank in zip(*parts, strict=True) for part in of_rank])
         sizes_in, sizes_out = ([sum(of_rank) for of_rank in table] for table in (self.bytes_in, bytes_out))
         self.buffer = self.sent.new_empty(sum(sizes_in))
         self.work = dist.all_to_all_single(
-            self.buffer, self.sent, sizes_in, sizes_out, group=route.group, async_op=True
+            self.buffer, self.sent, sizes_in, sizes_out, group=collective.group, async_op=True
         )
 
-    def land(self) -> tuple[Tensor, ...]:
+    def wait(self) -> tuple[Tensor, ...]:
         assert self.work is not None  # None only for a rank outside the group
         self.work.wait()
         flat = [self.buffer]

@@ -41,9 +41,5 @@ def limit_load(routing: Routing, capacity_factor: float | None) -> Routing:
     dropped = (gates != 0) & (rank >= places)
     count = dropped.sum(-1)
     return replace(
-        routing,
-        gates=routing.gates.masked_fill(dropped, 0.0),
-        expert_count=routing.expert_count - count,
-        dropped=count,
-        by_products=None,
+        routing, gates=routing.gates.masked_fill(dropped, 0.0), expert_count=routing.expert_count - count, dropped=count
     )

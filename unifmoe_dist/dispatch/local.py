@@ -23,5 +23,7 @@ class _LocalExchange:
 class LocalDispatcher:
     """Hands every token to the experts beside it."""
 
+    local = True
+
     def dispatch(self, x: Tensor, gates: Tensor, blocks: Tensor, trained: bool = True) -> _LocalExchange:
         return _LocalExchange(Arrivals(x, gates, blocks))

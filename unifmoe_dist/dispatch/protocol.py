@@ -47,7 +47,13 @@ class Exchange(Protocol):
 
 
 class Dispatcher(Protocol):
-    """Starts exchanges; every implementation has the same outputs and gradients, and none drops a token."""
+    """Starts exchanges; every implementation has the same outputs and gradients, and none drops a token.
+
+    Attributes:
+        local: Whether nothing travels: all experts are beside the tokens, and may run in one call with the shared one.
+    """
+
+    local: bool
 
     def dispatch(self, x: Tensor, gates: Tensor, blocks: Tensor, trained: bool = True) -> Exchange:
         """Start sending (N, D) tokens with (N, K) gates and (N, B) residual block masks.

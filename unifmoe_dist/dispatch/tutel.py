@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unifmoe_dist.dispatch.bits import pack_bits, unpack_bits
-from unifmoe_dist.dispatch.exchange import Flight
+from unifmoe_dist.dispatch.exchange import AsyncExchange
 from unifmoe_dist.dispatch.protocol import NOT_PICKLABLE, Arrivals, gradient_needs
 from unifmoe_dist.eager import not_compiled
 from unifmoe_dist.errors import UserError
@@ -42,6 +42,8 @@ class TutelDispatcher:
     Raises:
         UserError: Tutel cannot be imported, or SKIP_A2A is set, with which Tutel leaves tokens where they are.
     """
+
+    local = False  # without a group too: encoding and decoding are Tutel's
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -82,15 +84,15 @@ class _TutelExchange:
         self.critical = _critical_data(active, gates, plan)
         first = dispatcher.rank * self.local
         self.rows, self.expert = _occupied(plan, first, first + self.local)
-        self.route = _TutelRoute(group, size)
-        self.comes_back = plan.tokens_need or plan.experts_need
+        self.collective = _TutelAllToAll(group, size)
+        self.home_needs = plan.tokens_need or plan.experts_need
         encoded = _tutel().encode(payload, self.critical).to(x.dtype)
-        self.flight = Flight(self.route, plan.tokens_need).launch(encoded)
+        self.sent = AsyncExchange(self.collective, plan.tokens_need).start(encoded)
 
     @not_compiled
     def arrivals(self) -> Arrivals:
-        (landed,) = self.flight.land()  # (K, capacity, D + mask), where K counts (source rank, local expert)
-        rows = landed.flatten(0, 1).index_select(0, self.rows)
+        (arrived,) = self.sent.wait()  # (K, capacity, D + mask), where K counts (source rank, local expert)
+        rows = arrived.flatten(0, 1).index_select(0, self.rows)
         width = (self.num_blocks + 7) // 8
         bits = rows[:, -width:].detach().to(torch.uint8)
         gates = rows.new_zeros((rows.shape[0], self.local), dtype=torch.float32)
@@ -102,8 +104,8 @@ class _TutelExchange:
         capacity = self.critical[4]
         padded = rows.new_zeros((self.num_experts * capacity, rows.shape[1])).index_copy(0, self.rows, rows)
         outputs = padded.view(self.num_experts, capacity, rows.shape[1])
-        (home,) = Flight(self.route, self.comes_back).launch(outputs).land()
-        return _tutel().decode(home.float(), self.critical).to(rows.dtype)
+        (back,) = AsyncExchange(self.collective, self.home_needs).start(outputs).wait()
+        return _tutel().decode(back.float(), self.critical).to(rows.dtype)
 
 
 @dataclass(frozen=True)
@@ -131,13 +133,13 @@ def _agree(group: dist.ProcessGroup | None, size: int, active: Tensor, needs: li
     """Tell all ranks the loads and needs of each, in one small exchange."""
     experts = active.shape[1]
     slots = torch.nn.functional.pad(active.sum(1), (0, 1)).max()  # the padding makes 0 of no tokens
-    told = torch.cat([active.sum(0), slots[None], slots.new_tensor(needs)])
-    heard = (told if size == 1 else _tutel().all_gather(told, group)).view(size, -1)
-    host = heard.tolist()
+    own_counts = torch.cat([active.sum(0), slots[None], slots.new_tensor(needs)])
+    counts = (own_counts if size == 1 else _tutel().all_gather(own_counts, group)).view(size, -1)
+    host = counts.tolist()
     loads = [row[:experts] for row in host]
     own = host[0 if size == 1 else dist.get_rank(group)]
     return _Plan(
-        heard[:, :experts],
+        counts[:, :experts],
         loads,
         max(1, *(max(row) for row in loads)),
         max(1, own[experts]),
@@ -166,28 +168,28 @@ def _occupied(plan: _Plan, first: int, last: int) -> tuple[Tensor, Tensor]:
     return buffer * plan.capacity + place, buffer % (last - first)
 
 
-class _TutelRoute:
+class _TutelAllToAll:
     """Equal parts of the first dimension to and from every rank: the way there is also the way back."""
 
     def __init__(self, group: dist.ProcessGroup | None, size: int) -> None:
         self.group, self.size = group, size
 
-    def send(self, tensors: tuple[Tensor, ...]) -> _TutelCrossing:
-        return _TutelCrossing(self, tensors)
+    def start(self, tensors: tuple[Tensor, ...]) -> _TutelPending:
+        return _TutelPending(self, tensors)
 
-    def reversed(self) -> _TutelRoute:
+    def reversed(self) -> _TutelAllToAll:
         return self
 
 
-class _TutelCrossing:
-    def __init__(self, route: _TutelRoute, tensors: tuple[Tensor, ...]) -> None:
+class _TutelPending:
+    def __init__(self, collective: _TutelAllToAll, tensors: tuple[Tensor, ...]) -> None:
         self.sent = tuple(t.contiguous() for t in tensors)  # kept alive until the work is done
-        if route.size == 1:
+        if collective.size == 1:
             self.received = [(t.clone(), _nothing) for t in self.sent]
         else:
-            self.received = [_tutel().all_to_all(t, route.group, background=True) for t in self.sent]
+            self.received = [_tutel().all_to_all(t, collective.group, background=True) for t in self.sent]
 
-    def land(self) -> tuple[Tensor, ...]:
+    def wait(self) -> tuple[Tensor, ...]:
         for _, wait in self.received:
             wait()
         return tuple(tensor for tensor, _ in self.received)

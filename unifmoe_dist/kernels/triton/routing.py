@@ -65,12 +65,12 @@ def triton_route(
     coefficients, affinity, blocks, block_count, expert_count, *made = _TritonRoute.apply(
         x_ND.contiguous(), weight_KD.contiguous(), keys_HD.detach().contiguous(), num_blocks, token_mask_N
     )
-    by_products = None
-    if made:
-        statistics, earlier, totals = made
-        by_products = ByProducts(coefficients, statistics, GroupOffsets(earlier, totals))
     alpha, gates = coefficients[:, 0], coefficients[:, 1:]
-    return Routing(alpha, blocks, affinity, gates, block_count, expert_count, by_products=by_products)
+    routing = Routing(alpha, blocks, affinity, gates, block_count, expert_count)
+    if not made:
+        return routing
+    statistics, earlier, totals = made
+    return routing.with_by_products(ByProducts(coefficients, statistics, GroupOffsets(earlier, totals)))
 
 
 class _TritonRoute(torch.autograd.Function):

@@ -106,7 +106,7 @@ class _Recorder:
 
 def _concatenate(routings: list[Any]) -> Any:
     """One decision, on the CPU, of several of one dataclass; only tensors with a row per token are kept."""
-    columns = {field.name: [getattr(r, field.name) for r in routings] for field in fields(routings[0])}
+    columns = {field.name: [getattr(r, field.name) for r in routings] for field in fields(routings[0]) if field.init}
     rows = [len(r.gates) for r in routings]
     joined = {
         name: torch.cat(column).cpu()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -98,7 +99,7 @@ def test_what_the_wheel_says(built):
 
 
 def test_lower_bounds_are_those_that_were_tested():
-    """constraints-oldest.txt pins what is always needed, and what the tests import, at setup.py's lower bounds."""
+    """constraints-oldest.txt pins what is always needed, and what the tests import, at the stated lower bounds."""
     lines = (ROOT / "constraints-oldest.txt").read_text().splitlines()
     pins = [Requirement(line) for line in lines if not line.startswith("#")]
     tested = {licences.canonical(pin.name): next(iter(pin.specifier)).version for pin in pins}
@@ -181,3 +182,9 @@ def test_git_ignores_what_the_documented_commands_write_and_nothing_of_the_code(
     words = ["git", "-C", str(tmp_path), "check-ignore", *written, *code]
     ignored = subprocess.run(words, capture_output=True, text=True).stdout.split()
     assert ignored == written
+
+
+def test_tutel_is_pinned_to_the_revision_that_was_tested():
+    (wanted,) = licences.requirements()["tutel"]
+    revision = re.search(r"@([0-9a-f]{40})$", wanted.url).group(1)
+    assert f"TUTEL_REVISION={revision}\n" in (ROOT / "docker/Dockerfile").read_text()

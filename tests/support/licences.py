@@ -1,4 +1,4 @@
-"""Licences of what setup.py asks for, as its packages state them; `python tests/support/licences.py` renews the table.
+"""Licences of what the project needs, as its packages state them; `python tests/support/licences.py` renews the table.
 
 What a package depends on in turn is followed too, and sorted into classes.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import runpy
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,7 @@ PURPOSES = {
     "mkdocstrings": "its pages from docstrings",
     "build": "wheels",
 }
-"""What each is for, in the order of setup.py."""
+"""What each is for, in the order of pyproject.toml and setup.py."""
 
 SPDX = {
     "Apache 2.0": "Apache-2.0",
@@ -110,16 +111,16 @@ def canonical(name: str) -> str:
 
 
 def requirements() -> Mapping[str, list[Requirement]]:
-    """What setup.py asks for: under "" always, and by extra."""
+    """What the project asks for: under "" always (pyproject.toml), and by extra (setup.py)."""
     with mock.patch("setuptools.setup") as setup:
         runpy.run_path(str(ROOT / "setup.py"))
-    options = setup.call_args.kwargs
-    lists = {"": options["install_requires"], **options["extras_require"]}
+    always = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    lists = {"": always, **setup.call_args.kwargs["extras_require"]}
     return {extra: [Requirement(word) for word in words] for extra, words in lists.items()}
 
 
 def direct() -> dict[str, list[str]]:
-    """Names that setup.py asks for, with their extras; none for what is always needed."""
+    """Names that the project asks for, with their extras; none for what is always needed."""
     found: dict[str, list[str]] = {}
     for extra, wanted in requirements().items():
         for requirement in wanted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class UserError(Exception):
+class UserError(ValueError):
     """A mistake in a configuration, shape, path or world size.
 
     The message is one clear sentence that names the offending value and the fix. Command-line programs print

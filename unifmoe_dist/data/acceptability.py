@@ -109,6 +109,8 @@ def build_encoder(folder: str | Path) -> nn.Module:
 
     try:
         return BertForSequenceClassification.from_pretrained(str(folder), num_labels=2)
+    except UserError:
+        raise
     except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
         reason = " ".join(str(error).split("\n")[0].split()).rstrip(".")
         raise UserError(f"the weights in {folder} cannot be read ({reason}); give another folder.") from error

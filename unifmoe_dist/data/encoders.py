@@ -165,6 +165,8 @@ class Encoder:
             )
         try:
             yield
+        except UserError:
+            raise
         except (OSError, ValueError, RuntimeError, ImportError, SafetensorError, pickle.UnpicklingError) as error:
             place = f"the folder {folder}" if folder.is_dir() else f"{self.source} on the Hugging Face hub"
             reason = " ".join(str(error).split("\n")[0].split()).rstrip(".")

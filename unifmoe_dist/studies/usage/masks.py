@@ -104,19 +104,17 @@ def read_mask(path: Path, width: int, height: int) -> np.ndarray:
     """
     try:
         with Image.open(path) as image:
-            if image.mode not in ("P", "L", "1", "I", "I;16"):
-                raise UserError(
-                    f"mask {path} holds colours ({image.mode}), not class numbers; save it as a palette or grey PNG."
-                )
-            labels = np.asarray(image).astype(np.int64)
+            mode, labels = image.mode, np.asarray(image)  # read here: the file is closed later
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise UserError(f"mask {path} cannot be read as an image ({error}).") from error
+    if mode not in ("P", "L", "1", "I", "I;16"):
+        raise UserError(f"mask {path} holds colours ({mode}), not class numbers; save it as a palette or grey PNG.")
     if labels.shape != (height, width):
         raise UserError(
             f"mask {path} is {labels.shape[1]} x {labels.shape[0]} pixels, but its image is {width} x {height}; "
             "masks need the size of the image's file, without smoothing."
         )
-    return labels
+    return labels.astype(np.int64)
 
 
 def read_names(folder: Path) -> Mapping[int, str]:

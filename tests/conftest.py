@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import multiprocessing.forkserver
 import os
 import subprocess
 import sys
@@ -13,6 +15,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a download
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+
+# One server forks the processes of the tests and of what they test. With a GPU it may not touch CUDA.
+multiprocessing.set_forkserver_preload(
+    ["torch", "unifmoe_dist.layer"] if torch.cuda.is_available() else ["tests.support.preloaded"]
+)
+multiprocessing.forkserver.set_forkserver_preload = lambda modules: None  # the first server serves all
+
 
 COMPILED_ALREADY = "UNIFMOE_TESTS_COMPILED"
 COMPILED = [
@@ -44,3 +53,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in absent.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.collect()
+    gc.freeze()  # no collection goes over the libraries and the tests again

@@ -101,4 +101,4 @@ def refusals(rank: int, world: int, folder: str) -> bool:
 
 
 def test_spread_experts_are_not_taken_for_copies(tmp_path):
-    assert run_ranks(2, refusals, str(tmp_path), timeout=280) == [True, True]
+    assert run_ranks(2, refusals, str(tmp_path), timeout=280, fresh=True) == [True, True]

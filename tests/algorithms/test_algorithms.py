@@ -434,7 +434,7 @@ def resume_on_one_rank(rank, world, folder):
 
 def test_two_ranks_train_as_one(tmp_path):
     one = run_ranks(1, train_all, str(tmp_path / "one"))[0]
-    for results in run_ranks(2, train_all, str(tmp_path / "two")):
+    for results in run_ranks(2, train_all, str(tmp_path / "two"), fresh=True):
         for case, (losses, weights), (expected, whole) in zip(LAYOUTS, results, one, strict=True):
             assert losses == pytest.approx(expected, abs=2e-5), case
             for name, weight in weights.items():

@@ -463,7 +463,7 @@ def runs_with_scores(rank, world, root):
 
 def test_patience_ends_the_run_on_all_ranks_and_survives_a_resume(tmp_path):
     write_rte(tmp_path / "RTE")  # three steps per epoch
-    for whole, cut, saved, resumed, again in run_ranks(2, runs_with_scores, str(tmp_path)):
+    for whole, cut, saved, resumed, again in run_ranks(2, runs_with_scores, str(tmp_path), fresh=True):
         summary, asked, step = whole
         assert asked == [1, 2, 3, 4, 5, 6, 6] and step == 18  # the last is the test
         assert (summary["epochs"], summary["best_step"], summary["validation_score"]) == (6.0, 6, 0.6)

@@ -552,7 +552,7 @@ def saved_between_decisions(folder, ranks):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    return folder, run_ranks(2, run_all, folder)[0]
+    return folder, run_ranks(2, run_all, folder, fresh=True)[0]
 
 
 def test_dynmoe_goes_on_with_what_all_ranks_have_counted(runs):
@@ -625,7 +625,7 @@ def assert_close_but(got, want, leave_out=()):
 def test_the_optimiser_takes_over_what_a_layer_rewrites(tmp_path):
     want, active, _ = run_ranks(1, expand_under, tmp_path / "0", 0, 1, "sgd")[0]
     assert active == [[True] * 4 + [False] * 2] * 2
-    for got, now, _ in run_ranks(2, expand_under, tmp_path / "2", 2, 2, "sgd"):
+    for got, now, _ in run_ranks(2, expand_under, tmp_path / "2", 2, 2, "sgd", fresh=True):
         assert now == active
         assert_close_but(got, want, (".norms", ".drift"))
     _, _, forgotten = run_ranks(1, expand_under, tmp_path / "adam", 1, 1, "adamw")[0]

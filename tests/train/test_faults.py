@@ -282,7 +282,7 @@ def train_spoiled(rank, world, folder, where, choice, zero_stage, leave_out=Fals
 )
 def test_a_step_that_is_not_finite_is_named(where, zero_stage, named, tmp_path):
     choice = "skip" if where == "weight" else "stop"  # a broken weight cannot be skipped
-    messages = run_ranks(2, train_spoiled, str(tmp_path), where, choice, zero_stage)
+    messages = run_ranks(2, train_spoiled, str(tmp_path), where, choice, zero_stage, fresh=True)
     assert messages[0] == messages[1]
     assert messages[0].startswith(f"step {BAD_STEP + 1}: ") and named in messages[0]
     assert f"step {BAD_STEP} is saved" in messages[0] and "--optim.on_nonfinite" in messages[0]
@@ -291,8 +291,8 @@ def test_a_step_that_is_not_finite_is_named(where, zero_stage, named, tmp_path):
 
 @pytest.mark.parametrize("zero_stage", [0, 2])
 def test_a_skipped_step_is_as_if_never_seen(zero_stage, tmp_path):
-    spoiled = run_ranks(2, train_spoiled, str(tmp_path / "a"), "input", "skip", zero_stage)
-    clean = run_ranks(2, train_spoiled, str(tmp_path / "b"), "input", "skip", zero_stage, leave_out=True)
+    spoiled = run_ranks(2, train_spoiled, str(tmp_path / "a"), "input", "skip", zero_stage, fresh=True)
+    clean = run_ranks(2, train_spoiled, str(tmp_path / "b"), "input", "skip", zero_stage, leave_out=True, fresh=True)
     for (losses, weights, skipped), (clean_losses, clean_weights, _) in zip(spoiled, clean, strict=True):
         assert losses.pop(BAD_STEP) is None and skipped == 1
         assert losses == clean_losses and all(torch.equal(weights[n], clean_weights[n]) for n in weights)

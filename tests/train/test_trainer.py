@@ -86,7 +86,7 @@ def one_rank(tmp_path_factory):
 )
 def test_sgd_losses_equal_one_rank(world, parallel, one_rank, tmp_path):
     """SGD, because Adam would hide expert gradients that are scaled by the group size."""
-    results = run_ranks(world, train, str(tmp_path), 20, **parallel)
+    results = run_ranks(world, train, str(tmp_path), 20, **parallel, fresh=True)
     keys = [one_rank[1][f"blocks.3.mlp.experts.{e}.keys"] for e in (0, 1)]
     assert (keys[0] - keys[1]).abs().max() > 1e-4  # they started as copies: training moved them apart
     assert_same_training(results, one_rank)
@@ -144,7 +144,7 @@ def one_rank_clipped(tmp_path_factory):
 def test_clipping_counts_remote_experts(world, parallel, one_rank, one_rank_clipped, tmp_path):
     moved = [(one_rank_clipped[1][n] - w).abs().max() for n, w in one_rank[1].items()]
     assert max(moved) > 1e-3  # the limit is felt
-    results = run_ranks(world, train, str(tmp_path), 20, clip=0.3, **parallel)
+    results = run_ranks(world, train, str(tmp_path), 20, clip=0.3, **parallel, fresh=True)
     assert_same_training(results, one_rank_clipped)
     for _, _, norms in results:
         assert norms == pytest.approx(one_rank_clipped[2], rel=2e-5)
@@ -170,8 +170,8 @@ def train_dense(rank, world, folder, **parallel):
 
 
 def test_the_dense_twin_takes_the_options_of_a_sharded_run(tmp_path):
-    plain = run_ranks(2, train_dense, str(tmp_path / "a"))
-    assert run_ranks(2, train_dense, str(tmp_path / "b"), expert_parallel_size=2) == plain
+    plain = run_ranks(2, train_dense, str(tmp_path / "a"), fresh=True)
+    assert run_ranks(2, train_dense, str(tmp_path / "b"), expert_parallel_size=2, fresh=True) == plain
 
 
 @pytest.mark.parametrize("before,after", [(1, 0), (0, 2)])
@@ -189,8 +189,10 @@ def test_resume_at_another_zero_stage(before, after, tmp_path):
 def test_resume_at_another_layout(before, after, tmp_path):
     whole, weights, _ = run_ranks(1, train, str(tmp_path / "whole"), 20, optimizer="adamw")[0]
     cut = str(tmp_path / "cut")
-    run_ranks(before[0], train, cut, 20, 10, optimizer="adamw", expert_parallel_size=before[1])
-    results = run_ranks(after[0], train, cut, 20, None, optimizer="adamw", resume=True, expert_parallel_size=after[1])
+    run_ranks(before[0], train, cut, 20, 10, optimizer="adamw", expert_parallel_size=before[1], fresh=True)
+    results = run_ranks(
+        after[0], train, cut, 20, None, optimizer="adamw", resume=True, expert_parallel_size=after[1], fresh=True
+    )
     for rest, resumed, _ in results:
         assert rest == pytest.approx(whole[10:], abs=1e-4)
         for name, weight in resumed.items():
@@ -198,7 +200,7 @@ def test_resume_at_another_layout(before, after, tmp_path):
 
 
 def test_checkpoint_holds_every_expert_once(tmp_path):
-    run_ranks(2, train, str(tmp_path), 10, expert_parallel_size=2, optimizer="adamw")
+    run_ranks(2, train, str(tmp_path), 10, expert_parallel_size=2, optimizer="adamw", fresh=True)
     folder = checkpoint.latest(tmp_path)
     names: list[str] = []
     for path in folder.glob("*.safetensors"):
@@ -220,7 +222,7 @@ def whole_run(rank, world, folder, **options):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_run_writes_its_folder(precision, tmp_path):
     folder = tmp_path / "run"
-    summary = run_ranks(2, whole_run, str(folder), expert_parallel_size=2, precision=precision)[0]
+    summary = run_ranks(2, whole_run, str(folder), expert_parallel_size=2, precision=precision, fresh=True)[0]
     written = json.loads((folder / "summary.json").read_text())
     needed = {"test_accuracy", "mean_block_compute", "mean_expert_count", "world_size", "wall_seconds"}
     assert needed <= written.keys() and written["test_accuracy"] == summary["test_accuracy"]

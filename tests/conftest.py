@@ -8,6 +8,7 @@ import multiprocessing.forkserver
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # distributed tests start several processes on few cores
 os.environ.setdefault("MPLBACKEND", "Agg")
@@ -58,3 +59,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()  # no collection goes over the libraries and the tests again
+
+
+@pytest.fixture(scope="session")
+def pacs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny PACS; each environment has 7 classes of 6 images."""
+    from tests.support.tiny_images import make_benchmark
+
+    return make_benchmark(tmp_path_factory.mktemp("pacs"), "pacs", per_class=6, size=40)

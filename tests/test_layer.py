@@ -10,37 +10,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.equations import decide, layer_output
+from tests.support.equations import layer_output
 from tests.support.kernels_agree import assert_kernels_agree
-from unifmoe_dist import Routing, UniFMoEConfig, UniFMoELayer
+from tests.support.layers import ABLATIONS, make_layer
+from unifmoe_dist import UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.kernels import use_kernels
-from unifmoe_dist.routing import route
-from unifmoe_dist.routing_policies import FixedCount, FixedDemand, RouterPolicies, prefix_order
-
-ABLATIONS = st.sampled_from(
-    [
-        dict(),
-        dict(shared_demand=0.4),
-        dict(fixed_experts=2),
-        dict(block_choice="prefix"),
-        dict(shared_demand=0.01, fixed_experts=1),
-        dict(shared_demand=0.99, fixed_experts=3, block_choice="prefix"),
-    ]
-)
-
-
-def make_layer(
-    d=16, hidden=24, experts=3, blocks=4, activation="gelu", bias=True, seed=0, spread=1.0, **choices
-) -> UniFMoELayer:
-    """A layer whose experts differ, so that mixing them up shows."""
-    torch.manual_seed(seed)
-    layer = UniFMoELayer(UniFMoEConfig(d, hidden, experts, blocks, activation, bias, **choices))
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-        layer.router.weight.mul_(spread)
-    return layer
 
 
 def yardstick(layer: UniFMoELayer, x: torch.Tensor, grad: torch.Tensor, activation=F.gelu):
@@ -124,72 +98,6 @@ def test_activations(name, function):
     assert_matches(make_layer(activation=name), torch.randn(7, 16), function)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    n=st.integers(1, 12),
-    experts=st.integers(1, 9),
-    blocks=st.integers(2, 16),
-    seed=st.integers(0, 10_000),
-    spread=st.sampled_from([0.01, 1.0, 10.0]),
-    ablation=ABLATIONS,
-)
-def test_routing_decisions_match_the_equations(n, experts, blocks, seed, spread, ablation):
-    experts = max(experts, ablation.get("fixed_experts", 1))
-    policies = RouterPolicies.of(UniFMoEConfig(99, blocks, experts, blocks, **ablation))
-    torch.manual_seed(seed)
-    x, router, up = torch.randn(n, 12), torch.randn(experts + 1, 12) * spread, torch.randn(blocks * 2, 12)
-    x, router, up = x.double(), router.double(), up.double()
-    prototypes = up.view(blocks, 2, 12).mean(1)
-    r = route(x, router, prototypes, policies)
-    for i in range(n):
-        alpha, shared, active, affinity = decide(x[i], router, up, blocks, **ablation)
-        assert r.shared_blocks[i].nonzero().flatten().tolist() == shared
-        assert sorted(active) == (r.gates[i] != 0).nonzero().flatten().tolist()
-        assert int(r.expert_count[i]) == len(active) and int(r.shared_block_count[i]) == len(shared)
-        assert int(r.block_compute[i]) == len(shared) + len(active) * (blocks - len(shared))
-        torch.testing.assert_close(r.shared_demand[i], alpha)
-        torch.testing.assert_close(r.affinity[i], affinity)
-
-
-def test_routing_types_and_names():
-    layer = make_layer()
-    r = layer.route(torch.randn(2, 5, 16).bfloat16())
-    assert isinstance(r, Routing)
-    assert r.shared_demand.dtype == r.affinity.dtype == r.gates.dtype == torch.float32
-    assert r.shared_blocks.dtype == torch.bool
-    assert r.shared_demand.shape == (10,) and r.shared_blocks.shape == (10, 4) and r.gates.shape == (10, 3)
-
-
-def test_ties_go_to_the_lower_index():
-    x = torch.ones(1, 4)
-    r = route(x, torch.zeros(5, 4), torch.zeros(4, 4))  # alpha = 0.5: two blocks, half the mass
-    assert r.shared_blocks.tolist() == [[True, True, False, False]]
-    assert (r.gates != 0).tolist() == [[True, True, False, False]]
-    fixed = route(x, torch.zeros(5, 4), torch.zeros(4, 4), RouterPolicies(FixedDemand(0.75), count=FixedCount(1)))
-    assert fixed.shared_blocks.tolist() == [[True, True, True, False]]
-    assert (fixed.gates != 0).tolist() == [[True, False, False, False]]
-    prefix = route(x, torch.zeros(5, 4), torch.arange(4.0)[:, None].expand(4, 4), RouterPolicies(order=prefix_order))
-    assert prefix.shared_blocks.tolist() == [[True, True, False, False]]  # the worst prototypes, but the first
-
-
-def test_fixed_demand_rounds_half_to_even_and_keeps_a_block_on_both_sides():
-    for blocks, alpha, count in [
-        (2, 0.4, 1),
-        (4, 0.4, 2),
-        (5, 0.5, 2),
-        (7, 0.5, 4),
-        (8, 0.4, 3),
-        (16, 0.4, 6),
-        (2, 0.01, 1),
-        (8, 0.01, 1),
-        (2, 0.99, 1),
-        (8, 0.99, 7),
-    ]:
-        r = route(torch.ones(1, 4), torch.randn(3, 4), torch.randn(blocks, 4), RouterPolicies(FixedDemand(alpha)))
-        assert int(r.shared_block_count) == count
-        torch.testing.assert_close(r.shared_demand, torch.tensor([alpha]))
-
-
 @pytest.mark.parametrize("choices", [dict(shared_demand=0.4), dict(fixed_experts=2), dict(block_choice="prefix")])
 def test_ablated_layer_on_edges(choices):
     """No token, a NaN token, and a token mask; with fixed alpha the shared column gets a gradient of 0, not None."""
@@ -207,29 +115,6 @@ def test_ablated_layer_on_edges(choices):
     layer(torch.randn(5, 16)).square().sum().backward()
     assert bool(layer.router.weight.grad[0].any()) is ("shared_demand" not in choices)
     assert layer.router.weight.grad[1:].any()
-
-
-@pytest.mark.parametrize("blocks", [2, 8])
-@pytest.mark.parametrize("logit", [-1e4, 1e4])
-def test_saturated_sigmoid_keeps_a_block_on_both_sides(blocks, logit):
-    router = torch.zeros(3, 2)
-    router[0, 0] = logit
-    r = route(torch.tensor([[1.0, 0.0]]), router, torch.randn(blocks, 2))
-    assert 1 <= int(r.shared_block_count) <= blocks - 1
-
-
-def test_rounding_below_the_threshold_takes_every_expert():
-    # 64 equal affinities whose float32 running sum may stay under beta: k = K, never beyond.
-    r = route(torch.ones(1, 2), torch.tensor([[-1e4, 0.0]] + [[0.0, 0.0]] * 63), torch.randn(2, 2))
-    assert 1 <= int(r.expert_count) <= 63
-
-
-def test_gates_are_not_renormalised_and_mass_is_bounded():
-    layer = make_layer(experts=6, spread=0.5)
-    r = layer.route(torch.randn(200, 16))
-    mass = r.shared_demand + r.gates.sum(-1)
-    last = torch.where(r.gates > 0, r.gates, torch.inf).min(-1).values
-    assert (mass >= 1 - 1e-5).all() and (mass < 1 + last + 1e-5).all()
 
 
 def test_bias_weight_equals_coefficient_mass():
@@ -325,60 +210,6 @@ def test_token_mask_costs_nothing_and_counts_nowhere():
         layer(x, token_mask=mask[:, :2])
 
 
-def test_usage_can_be_taken_back():
-    layer = make_layer()
-    empty = layer.usage.snapshot()
-    with torch.inference_mode():
-        layer(torch.randn(3, 16))
-    once = layer.usage.snapshot()
-    layer(torch.randn(4, 16))
-    assert layer.usage.totals[0] == 7
-    layer.usage.restore(once)
-    assert torch.equal(layer.usage.totals, once) and once[0] == 3
-    layer.usage.restore(empty)
-    assert not layer.usage.totals.any()
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_forward_pass_that_the_backward_pass_repeats_counts_once(reentrant):
-    layer, x = make_layer(), torch.randn(5, 16, requires_grad=True)
-    once = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant)
-    once.square().sum().backward()
-    assert layer.usage.totals[0] == 5
-    twice = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant)
-    torch.autograd.grad(twice.sum(), x) if not reentrant else twice.sum().backward()
-    assert layer.usage.totals[0] == 10
-
-
-@torch.no_grad()
-def test_tracing_counts_nothing():
-    """Before the first real pass it would leave a tensor without values, after it count what never was."""
-    layer, x = make_layer(), torch.randn(5, 16)
-    with use_kernels("reference"):
-        torch.export.export(layer, (x,), strict=False)
-        assert layer.usage.totals is None
-        layer(x)
-        torch.export.export(layer, (x,), strict=False)
-    assert layer.usage.totals[0] == 5 and type(layer.usage.totals) is torch.Tensor
-
-
-@pytest.mark.parametrize("called_before", [False, True])
-def test_transforms_of_torch_func_give_the_gradients_and_count_nothing(called_before):
-    layer, x = make_layer(), torch.randn(5, 16)
-    if called_before:
-        layer(x)
-    weights = dict(layer.named_parameters())
-    found = torch.func.grad(lambda w: torch.func.functional_call(layer, w, (x,)).square().sum())(weights)
-    each = torch.func.vmap(layer)(torch.stack([x, 2 * x]))
-    assert torch._C._functorch.maybe_get_level(layer.usage.totals if called_before else x) == -1
-    assert called_before or layer.usage.totals is None
-    layer(x).square().sum().backward()
-    assert layer.usage.totals[0] == 5 * (1 + called_before)
-    for name, weight in weights.items():
-        torch.testing.assert_close(found[name], weight.grad, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(each, torch.stack([layer(x), layer(2 * x)]), rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("dtype,tol", [(torch.bfloat16, 5e-2), (torch.float16, 1e-2)])
 def test_half_precision(dtype, tol):
     layer = make_layer(d=32, hidden=64, blocks=8).to(dtype)
@@ -400,17 +231,6 @@ def test_half_precision(dtype, tol):
 def test_what_is_no_floating_point_tensor_is_one_sentence(call, x):
     with pytest.raises(UserError, match=r"input is a .*, but the layer takes tokens as a floating-point tensor"):
         call(make_layer(d=32, hidden=64, blocks=8), x)
-
-
-def test_autocast_keeps_the_routing_and_the_dtype():
-    layer = make_layer()
-    x = torch.randn(8, 16)
-    plain = layer.route(x)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = layer.route(x)
-        y = layer(x)
-    assert y.dtype == torch.float32 and torch.equal(plain.gates, inside.gates)
-    torch.testing.assert_close(y, layer(x), rtol=0.1, atol=0.1)
 
 
 @settings(max_examples=30, deadline=None)
@@ -474,31 +294,6 @@ def test_deepcopy_and_state_dict():
     fresh = make_layer(seed=9)
     fresh.load_state_dict(layer.state_dict())
     assert torch.equal(fresh(x), layer(x))
-
-
-@pytest.mark.parametrize(
-    "kwargs,words",
-    [
-        (dict(hidden_dim=30, num_blocks=4), ["30", "4"]),
-        (dict(num_blocks=1), ["1", "num_blocks"]),
-        (dict(num_experts=0), ["num_experts"]),
-        (dict(activation="swish9"), ["swish9", "gelu"]),
-        (dict(num_experts=16), ["16", "15"]),
-        (dict(hidden_dim=2.5), ["hidden_dim", "2.5"]),
-        (dict(shared_demand=0), ["shared_demand", "0"]),
-        (dict(shared_demand=1.0), ["shared_demand", "1.0"]),
-        (dict(shared_demand=float("nan")), ["shared_demand"]),
-        (dict(shared_demand=True), ["shared_demand", "True"]),
-        (dict(fixed_experts=0), ["fixed_experts", "0"]),
-        (dict(fixed_experts=4), ["fixed_experts", "4", "3"]),
-        (dict(fixed_experts=2.0), ["fixed_experts"]),
-        (dict(block_choice="random"), ["block_choice", "random"]),
-    ],
-)
-def test_config_errors(kwargs, words):
-    with pytest.raises(UserError) as error:
-        UniFMoEConfig(**{**dict(model_dim=16, hidden_dim=24, num_experts=3, num_blocks=4), **kwargs})
-    assert all(word in str(error.value) for word in words)
 
 
 def test_wrong_input_and_dispatcher():

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from tests.support.faults import SMALL
 from tests.support.jobs import run_job
 from tests.support.ranks import run_ranks
 from tests.support.sharded import CLOSE, EXCHANGES, assert_equals_whole, sharded_layer, whole_layer
-from tests.train.test_faults import SMALL
 from unifmoe_dist import UniFMoEConfig, upcycle
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.train import export

@@ -20,8 +20,8 @@ COUNTS = (5, 3)
 
 def train_under_ddp(rank, world):
     """A step of a checkpointed BERT with the Gram loss: its routers' gradients, or the sentence that refuses it."""
-    from tests.upcycling.test_upcycle import build
-    from tests.upcycling.test_upcycle import inputs as batch
+    from tests.support.small_models import build
+    from tests.support.small_models import inputs as batch
 
     outcomes = {}
     for reentrant, static in ((False, False), (True, False), (True, True)):

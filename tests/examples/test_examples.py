@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tests.upcycling.test_upcycle import B, K, build
+from tests.support.small_models import B, K, build
 from unifmoe_dist import diversity_loss, upcycle
 
 ROOT = Path(__file__).parents[2]

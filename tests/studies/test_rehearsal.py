@@ -24,8 +24,8 @@ import torch.distributed as dist
 import yaml
 
 from launch import rehearse
+from tests.support.faults import SMALL, die, on_call
 from tests.support.jobs import ROOT, Job, RunningJob, free_port
-from tests.train.test_faults import SMALL, die, on_call
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.runtime import network, rendezvous

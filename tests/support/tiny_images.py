@@ -34,3 +34,8 @@ def make_benchmark(root: Path, name: str, per_class: int = 2, size: int = 12) ->
                 file = f"{index:03d}.{'png' if index % 2 else 'jpg'}"
                 write_image(folder / environment.folder / name_of_class / file, label, number, index, size)
     return folder
+
+
+# -- the backbone -------------------------------------------------------------------------------------------------
+
+TINY = "vit_tiny_patch16_224"

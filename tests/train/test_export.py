@@ -18,9 +18,9 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from tests.support.faults import SMALL
 from tests.support.jobs import ROOT, run_job
 from tests.support.ranks import run_ranks
-from tests.train.test_faults import SMALL
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.config import ModelConfig, TrainConfig
 from unifmoe_dist.errors import UserError

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.support.ranks import run_ranks
-from unifmoe_dist.config import DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
+from tests.support.training import make_config, train
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.runtime.ranks import Ranks, running_ranks, seed_everything
 from unifmoe_dist.train import build, checkpoint
@@ -23,42 +22,6 @@ from unifmoe_dist.train.trainer import Trainer, choose_folder
 from unifmoe_dist.upcycling import moe_layers
 
 ROOT = Path(__file__).parents[2]
-
-
-def make_config(
-    folder, *, steps=20, optimizer="sgd", resume=False, seed=0, clip=0.0, dispatcher="auto", **parallel
-) -> TrainConfig:
-    return TrainConfig(
-        output=str(folder),
-        steps=steps,
-        eval_every=10,
-        log_every=5,
-        baseline=False,
-        progress=False,
-        resume=resume,
-        seed=seed,
-        data=DataConfig(batch_size=4),
-        model=ModelConfig(layers=[1, 3], num_experts=4, dispatcher=dispatcher),
-        optim=OptimConfig(name=optimizer, lr=0.05 if optimizer == "sgd" else 1e-3, warmup_steps=3, grad_clip=clip),
-        parallel=ParallelConfig(**parallel),
-    )
-
-
-def train(rank, world, folder, steps, stop=None, **options):
-    """Global losses of the training steps, final weights by global name (this rank's experts), and gradient norms."""
-    config = make_config(folder, steps=steps, **options)
-    config.validate(world)
-    with running_ranks(config.parallel.expert_parallel_size, config.parallel.expert_placement) as ranks:
-        trainer = Trainer(config, ranks, Path(folder))
-        losses, norms = [], []
-        while trainer.step < (stop or steps):
-            sums = trainer.train_step().sums
-            losses.append(float(ranks.all_sum(sums["task_loss"])) / world)
-            norms.append(float(trainer.engine.get_global_grad_norm() or 0.0))
-            if trainer.step % config.eval_every == 0:
-                trainer._validate_and_save(0.0)
-        weights = {n: t.detach().clone() for n, t in trainer.model.state_dict().items()}
-        return losses, checkpoint.split_by_expert(trainer.model, weights), norms
 
 
 @pytest.fixture(scope="module")
@@ -199,20 +162,6 @@ def test_resume_at_another_layout(before, after, tmp_path):
             torch.testing.assert_close(weight, weights[name], atol=2e-3, rtol=1e-2)
 
 
-def test_checkpoint_holds_every_expert_once(tmp_path):
-    run_ranks(2, train, str(tmp_path), 10, expert_parallel_size=2, optimizer="adamw", fresh=True)
-    folder = checkpoint.latest(tmp_path)
-    names: list[str] = []
-    for path in folder.glob("*.safetensors"):
-        if not path.name.startswith("random"):
-            names += load_file(path).keys()
-    assert len(names) == len(set(names))
-    assert {f"blocks.1.mlp.experts.{e}.keys" for e in range(4)} <= set(names)
-    assert {f"blocks.3.mlp.experts.{e}.values/exp_avg_sq" for e in range(4)} <= set(names)
-    expert_bytes = sum(p.stat().st_size for p in folder.glob("experts-*-*[0-9].safetensors"))
-    assert expert_bytes < 1.1 * 2 * 4 * (2 * 64 * 256 + 256 + 64) * 4  # layers x experts x floats x bytes
-
-
 def whole_run(rank, world, folder, **options):
     config = make_config(folder, steps=10, optimizer="adamw", **options)
     with running_ranks(config.parallel.expert_parallel_size, config.parallel.expert_placement) as ranks:
@@ -239,121 +188,6 @@ def test_a_run_writes_its_folder(precision, tmp_path):
     assert done.returncode == 0, done.stderr
     scored = json.loads(done.stdout[done.stdout.index("{") :])
     assert scored["accuracy"] == pytest.approx(summary["test_accuracy"], abs=0.02 if precision == "bf16" else 1e-9)
-
-
-# -- errors -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "words,expected",
-    [
-        (["--model.num_exprts", "4"], ["num_exprts"]),
-        (["--steps", "many"], ["steps", "many"]),
-        (["--optim.name", "adagrad9"], ["optim.name", "adagrad9"]),
-        (["--config", "nowhere.yaml"], ["nowhere.yaml"]),
-    ],
-)
-def test_bad_words_on_the_command_line(words, expected):
-    with pytest.raises(UserError) as error:
-        parse_train_config(words)
-    assert all(word in str(error.value) for word in expected) and "\n" not in str(error.value)
-
-
-def test_unknown_key_in_a_file(tmp_path):
-    path = tmp_path / "c.yaml"
-    path.write_text("model:\n  num_exprts: 4\n")
-    with pytest.raises(UserError, match="num_exprts"):
-        parse_train_config(["--config", str(path)])
-
-
-@pytest.mark.parametrize(
-    "words,world,expected",
-    [
-        (["--parallel.expert_parallel_size", "4"], 4, ["6", "4"]),
-        (["--parallel.expert_parallel_size", "3"], 2, ["3", "2"]),
-        (["--data.batch_size", "9"], 2, ["9", "2"]),
-        (["--model.layers", "[]"], 1, ["model.layers"]),
-        (["--steps", "0"], 1, ["steps", "0"]),
-        (["--resume"], 1, ["--output"]),
-        (["--parallel.precision", "bf16", "--parallel.zero_stage", "0"], 1, ["bf16"]),
-        (["--parallel.zero_stage", "3"], 2, ["zero_stage 3", "zero_stage 2"]),
-        (["--parallel.zero_stage", "0", "--parallel.offload_optimizer", "true"], 1, ["offload_optimizer", "1 or 2"]),
-        (["--seed", "-1"], 1, ["seed", "-1"]),
-        (["--data.split_seed", "9" * 20], 1, ["split_seed", "9" * 20]),
-        (["--optim.betas", "[0.9,1.5]"], 1, ["optim.betas", "1.5"]),
-        (["--optim.lr", ".inf"], 1, ["optim.lr", "inf"]),
-        (["--optim.momentum", "-1"], 1, ["optim.momentum"]),
-        (["--optim.weight_decay", "-1"], 1, ["weight_decay"]),
-        (["--optim.warmup_steps", "-5"], 1, ["warmup_steps"]),
-        (["--optim.grad_clip", "-1"], 1, ["grad_clip"]),
-        (["--optim.lambda_div", ".nan"], 1, ["lambda_div", "nan"]),
-        (["--model.backbone", "deit"], 1, ["model.backbone", "digits"]),
-        (["--data.root", "there"], 1, ["data.root", "digits"]),
-        (["--model.dropout", "0.1"], 1, ["dropout", "digits"]),
-        (["--data.task", "cola", "--model.drop_path", "0.1"], 1, ["drop_path", "cola"]),
-        (["--data.task", "acceptability", "--data.image_size", "32"], 1, ["image_size", "acceptability"]),
-        (["--optim.auxiliary_weight", "0.1"], 1, ["auxiliary_weight 0.1", "lambda_div"]),
-        (["--model.num_experts", "0"], 1, ["num_experts", "0"]),
-        (["--model.moe", "none", "--model.num_blocks", "0"], 1, ["num_blocks", "0"]),
-    ],
-)
-def test_options_that_do_not_fit(words, world, expected):
-    with pytest.raises(UserError) as error:
-        parse_train_config(words).validate(world)
-    assert all(word in str(error.value) for word in expected)
-
-
-@pytest.mark.parametrize("text,group", [("model: 3", "model"), ("data: []", "data"), ("optim: null", "optim")])
-def test_a_group_of_options_that_is_none(tmp_path, text, group):
-    (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(UserError, match=f"{group} is .* must hold options"):
-        parse_train_config(["--config", str(tmp_path / "config.yaml")])
-    with pytest.raises(UserError, match=f"{group} is .* must hold options"):
-        load_train_config(str(tmp_path / "config.yaml"))
-
-
-def test_a_file_of_options_that_is_no_text(tmp_path):
-    (tmp_path / "config.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="utf-8"):
-        parse_train_config(["--config", str(tmp_path / "config.yaml")])
-    with pytest.raises(UserError, match="config.yaml"):
-        load_train_config(str(tmp_path / "config.yaml"))
-
-
-def test_resume_keeps_the_options_of_the_run(tmp_path):
-    words = ["--model.num_experts", "4", "--optim.lr", "0.01", "--output", str(tmp_path)]
-    (tmp_path / "config.yaml").write_text(dump_train_config(parse_train_config([*words, "--steps", "30"])))
-    resumed = parse_train_config(["--resume", "--output", str(tmp_path), "--optim.lr", "0.02"])
-    assert (resumed.model.num_experts, resumed.steps, resumed.optim.lr, resumed.resume) == (4, 30, 0.02, True)
-
-
-def test_yaml_round_trip_and_shipped_configs(tmp_path):
-    config = parse_train_config(["--model.layers", "[1,2]", "--optim.betas", "[0.8,0.9]", "--resume", "--output", "x"])
-    assert config.resume and config.model.layers == [1, 2]
-    path = tmp_path / "c.yaml"
-    path.write_text(dump_train_config(config))
-    assert load_train_config(str(path)) == config
-    for shipped in (ROOT / "configs").glob("*.yaml"):
-        parse_train_config(["--config", str(shipped)]).validate(2)
-    assert parse_train_config(["--config", str(ROOT / "configs/digits.yaml")]) == TrainConfig()
-
-
-@pytest.mark.parametrize("name", ["dense.safetensors", "manifest.json", "progress.json"])
-@pytest.mark.parametrize("damage", ["cut", "altered", "gone"])
-def test_damaged_checkpoint(name, damage, tmp_path, small_run):
-    folder = checkpoint.latest(small_run)
-    path, original = folder / name, (folder / name).read_bytes()
-    try:
-        if damage == "cut":
-            path.write_bytes(original[: len(original) // 2])
-        elif damage == "altered":
-            path.write_bytes(original[:-20] + b"\xff" * 20)
-        else:
-            path.unlink()
-        with pytest.raises(UserError, match="step-000010"):
-            checkpoint.latest(small_run)
-    finally:
-        path.write_bytes(original)
 
 
 @pytest.fixture(scope="module")
@@ -401,19 +235,6 @@ def test_resume_as_another_run(words, small_run):
 def test_resume_with_another_seed_names_the_seed(small_run):
     with pytest.raises(UserError, match="was trained with seed 0, so it cannot be resumed with 3"):
         choose_folder(parse_train_config(["--resume", "--output", str(small_run), "--seed", "3"]))
-
-
-@pytest.mark.parametrize("inside", ["", "run"])
-def test_output_that_is_a_file(inside, tmp_path):
-    (tmp_path / "file").write_text("kept")
-    with pytest.raises(UserError, match="--output .*file"):
-        choose_folder(make_config(tmp_path / "file" / inside))
-
-
-@pytest.mark.parametrize("name", ["nonsense", "step-7", "..", ""])
-def test_a_checkpoint_that_is_not_there(name, small_run):
-    with pytest.raises(UserError, match="it holds: best, latest, step-000010"):
-        checkpoint.latest(small_run, name)
 
 
 def other_model(rank, world, folder):

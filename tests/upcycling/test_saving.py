@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
 import subprocess
 import sys
 
@@ -10,8 +12,7 @@ import pytest
 import torch
 import transformers
 
-from tests.upcycling.test_upcycle import B, K, build, inputs, logits
-from tests.upcycling.test_wrappers import moved
+from tests.support.small_models import TEXT, VISION, B, K, assert_same, build, inputs, logits, moved
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer, upcycle
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling import moe_layers
@@ -121,3 +122,64 @@ def test_folders_of_earlier_versions_load(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     again = type(model).from_pretrained(tmp_path)
     assert len(moe_layers(again)) == 1 and again.config.hidden_act == model.config.hidden_act
+
+
+@pytest.mark.parametrize("family", [*TEXT, *VISION])
+def test_from_pretrained_rebuilds_the_layers(family: str, tmp_path, caplog):
+    model = upcycle(upcycle(build(family), [0], K, B), [-1], 2, 8)
+    with torch.no_grad():  # experts that no longer equal each other
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.02)
+    batch = inputs(family)
+    expected = logits(model, batch)
+    model.save_pretrained(tmp_path)
+    automatic = "AutoModelForSequenceClassification" if family in TEXT else "AutoModelForImageClassification"
+    for cls in (type(model), getattr(transformers, automatic)):
+        with caplog.at_level(logging.WARNING):
+            again, report = cls.from_pretrained(tmp_path, output_loading_info=True)
+        assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+        assert not again.training and [m.config.num_experts for m in moe_layers(again).values()] == [K, 2]
+        assert_same(dict(again.named_parameters()), dict(model.named_parameters()), rtol=0, atol=0)
+        # Weights that lie unaligned in a mapped file may round differently in the last bit; a copy does not.
+        torch.testing.assert_close(logits(again, batch), expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(logits(copy.deepcopy(again), batch), expected)
+    assert "newly initialized" not in caplog.text
+    base = transformers.AutoModel.from_pretrained(tmp_path)
+    assert len(moe_layers(base)) == 2
+    half = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    again.save_pretrained(tmp_path / "again")  # and once more
+    twice = type(model).from_pretrained(tmp_path / "again")
+    assert torch.equal(logits(copy.deepcopy(twice), batch), expected)
+
+
+def test_config_carries_the_layers_without_touching_dense_twins():
+    dense = build("bert")
+    config = dense.config
+    moe = upcycle(type(dense)(config), [1], K, B)
+    assert not hasattr(config, "unif_moe") and moe.bert.config is moe.config
+    assert not moe_layers(type(dense)(config))
+    # New weights, same structure:
+    fresh = transformers.AutoModelForSequenceClassification.from_config(moe.config)
+    (layer,) = moe_layers(fresh).values()
+    assert torch.equal(layer.ffn_weights(0)[0], layer.ffn_weights("shared")[0])
+
+
+def test_from_pretrained_with_fewer_layers(tmp_path):
+    """Transformers leaves out the layers above; so do the rebuilt ones."""
+    model = upcycle(build("bert"), [0, 2], K, B)
+    model.save_pretrained(tmp_path)
+    shallow = type(model).from_pretrained(tmp_path, num_hidden_layers=1)
+    assert list(moe_layers(shallow)) == ["bert.encoder.layer.0.intermediate"]
+    (layer,) = moe_layers(shallow).values()
+    assert torch.equal(layer.ffn_weights(1)[0], next(iter(moe_layers(model).values())).ffn_weights(1)[0])
+    shallow.save_pretrained(tmp_path / "again")
+    assert len(moe_layers(type(model).from_pretrained(tmp_path / "again"))) == 1
+
+
+def test_sharded_save_is_refused_on_reload(tmp_path):
+    model = upcycle(build("bert"), [1], K, B)
+    model.config.unif_moe[0]["expert_parallel_size"] = 2
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="spread over 2 ranks"):
+        type(model).from_pretrained(tmp_path)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import logging
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 import timm
@@ -14,85 +12,12 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
-from torch.nn.utils import prune
 
 from tests.support.ranks import run_ranks
+from tests.support.small_models import FAMILIES, HIDDEN, TEXT, B, K, assert_same, build, gradients, inputs, logits
 from unifmoe_dist import UniFMoELayer, upcycle
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling import moe_layers
-from unifmoe_dist.upcycling.activations import activation_name
-from unifmoe_dist.upcycling.token_mask import token_mask_from_attention
-
-K, B, WIDTH, HIDDEN, DEPTH = 3, 4, 32, 64, 3
-TEXT = {
-    "bert": "Bert",
-    "roberta": "Roberta",
-    "xlm-roberta": "XLMRoberta",
-    "camembert": "Camembert",
-    "electra": "Electra",
-    "distilbert": "DistilBert",
-}
-VISION = {"vit": "ViT", "deit": "DeiT"}
-FAMILIES = ["timm", "timm-distilled", *TEXT, *VISION]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-
-
-def build(family: str, **options) -> nn.Module:
-    """A tiny model with a classification head, random weights, no dropout unless asked for."""
-    if family.startswith("timm"):
-        name = "deit_tiny_distilled_patch16_224" if family == "timm-distilled" else "vit_tiny_patch16_224"
-        sizes = {"embed_dim": WIDTH, "depth": DEPTH, "num_heads": 2, "mlp_ratio": HIDDEN / WIDTH}
-        return timm.create_model(name, img_size=32, num_classes=5, **sizes, **options).eval()
-    sizes = {
-        "hidden_size": WIDTH,
-        "num_hidden_layers": DEPTH,
-        "num_attention_heads": 2,
-        "num_labels": 5,
-        "intermediate_size": HIDDEN,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-    }
-    if family == "distilbert":
-        sizes = {
-            "dim": WIDTH,
-            "n_layers": DEPTH,
-            "n_heads": 2,
-            "hidden_dim": HIDDEN,
-            "num_labels": 5,
-            "dropout": 0.0,
-            "attention_dropout": 0.0,
-            "seq_classif_dropout": 0.0,
-        }
-    if family in TEXT:
-        sizes |= {"vocab_size": 50, "max_position_embeddings": 40, "initializer_range": 0.3}
-        name = TEXT[family]
-        head = "ForSequenceClassification"
-    else:
-        sizes |= {"image_size": 32, "patch_size": 16, "initializer_range": 0.3}
-        name = VISION[family]
-        head = "ForImageClassification"
-    config = getattr(transformers, f"{name}Config")(**sizes | options)
-    return getattr(transformers, f"{name}{head}")(config).eval()
-
-
-def inputs(family: str, padded: bool = True) -> dict[str, Tensor]:
-    """A batch; for language, the second sentence has 4 of 9 tokens."""
-    if family in TEXT:
-        mask = torch.ones(3, 9, dtype=torch.long)
-        if padded:
-            mask[1, 4:] = 0
-        return {"input_ids": torch.randint(3, 50, (3, 9)), "attention_mask": mask}
-    return {"x" if family.startswith("timm") else "pixel_values": torch.randn(3, 3, 32, 32)}
-
-
-def logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    output = model(**batch)
-    return output if isinstance(output, Tensor) else output.logits
 
 
 def dense_ffns(model: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:
@@ -101,16 +26,6 @@ def dense_ffns(model: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:
     ups = [m for m in linears if m.out_features == HIDDEN]
     downs = [m for m in linears if m.in_features == HIDDEN]
     return list(zip(ups, downs, strict=True))
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same(first: dict[str, Tensor], second: dict[str, Tensor], **tolerance: float) -> None:
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        torch.testing.assert_close(value, second[name], msg=lambda m, name=name: f"{name}: {m}", **tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -156,83 +71,6 @@ def sum_of_blocks(layer: UniFMoELayer, x: Tensor) -> Tensor:
         hidden = nn.functional.gelu(nn.functional.linear(x, up[channels], up_bias[channels]))
         output = output + hidden @ down[:, channels].T
     return output + down_bias
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("family", TEXT)
-def test_padding_reaches_the_layer_and_changes_nothing(family: str, attention: str):
-    try:
-        model = build(family, attn_implementation=attention)
-    except ValueError:
-        pytest.skip(f"this Transformers has no {attention} attention for {family}")  # ELECTRA before version 5
-    upcycle(model, [0, 2], K, B)
-    seen: list[Tensor] = []
-    for layer in moe_layers(model).values():
-        layer.register_forward_hook(lambda module, args, output: seen.append(output))
-    batch = inputs(family)
-    batched = logits(model, batch)
-    real = batch["attention_mask"].bool()
-    assert len(seen) == 2
-    for output in seen:
-        assert (output[~real] == 0).all() and (output[real].abs().sum(-1) > 0).all()
-    short = {name: value[1:2, :4] for name, value in batch.items()}
-    torch.testing.assert_close(batched[1:2], logits(model, short), rtol=1e-4, atol=1e-5)
-    full = inputs(family, padded=False)  # without padding right after: nothing of the old mask is left
-    seen.clear()
-    logits(model, {"input_ids": full["input_ids"]})
-    assert all((output.abs().sum(-1) > 0).all() for output in seen)
-    assert seen[0].shape == (3, 9, WIDTH)
-
-
-def test_forms_of_attention_masks():
-    real = torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
-    square = real[:, None, None, :].expand(2, 1, 3, 3)
-    additive = torch.zeros(2, 1, 3, 3).masked_fill(~square, torch.finfo(torch.float32).min)
-    causal = square & torch.ones(3, 3).tril().bool()
-    half = torch.zeros(2, 2, 3, 3, dtype=torch.float16).masked_fill(~square, float("-inf"))
-    least = [torch.where(square, 0.25, value) for value in (-10000.0, -1e9)]  # BERT's own, and what is often used
-    biased = additive + torch.linspace(-200, 0, 9).view(3, 3)
-    for mask in (
-        real,
-        real.long(),
-        real.float(),
-        square,
-        square[:, 0],
-        additive,
-        causal,
-        half,
-        *least,
-        least[0].bfloat16(),
-        biased,
-    ):
-        assert torch.equal(token_mask_from_attention(mask, 2, 3), real)
-    assert torch.equal(token_mask_from_attention(square[1:], 2, 3), real[1:].expand(2, 3))
-    assert token_mask_from_attention(None, 2, 3) is None
-    assert token_mask_from_attention(square, 2, 1) is None  # keys from a cache beside the tokens
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    flex = create_block_mask(lambda b, h, q, kv: real[b, kv], 2, None, 3, 3, device="cpu", BLOCK_SIZE=128)
-    assert torch.equal(token_mask_from_attention(flex, 2, 3), real)
-
-
-def test_decoding_with_a_cache_equals_decoding_without():
-    """With a cache, keys outnumber tokens: nothing may be taken for padding by its place."""
-    config = build("bert", is_decoder=True).config
-    model = upcycle(transformers.BertLMHeadModel(config).eval(), [0, 1], K, B)
-    ids, mask = torch.randint(3, 50, (2, 6)), torch.ones(2, 6, dtype=torch.long)
-    mask[0, :2] = 0
-    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    cached = model.generate(ids, **options, use_cache=True, eos_token_id=None)
-    assert torch.equal(cached, model.generate(ids, **options, use_cache=False, eos_token_id=None))
-
-
-def test_ffn_chunking_does_not_upset_the_mask():
-    for family in ("bert", "distilbert"):
-        chunked = upcycle(build(family, chunk_size_feed_forward=3), [1], K, B, router_seed=1)
-        whole = upcycle(build(family), [1], K, B, router_seed=1)
-        whole.load_state_dict(chunked.state_dict())
-        batch = inputs(family)
-        torch.testing.assert_close(logits(chunked, batch), logits(whole, batch))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -298,67 +136,6 @@ def test_state_dict_fits_a_newly_upcycled_model(family: str):
     assert not torch.equal(logits(other, batch), logits(model, batch))
     other.load_state_dict(model.state_dict())
     assert torch.equal(logits(other, batch), logits(model, batch))
-
-
-@pytest.mark.parametrize("family", [*TEXT, *VISION])
-def test_from_pretrained_rebuilds_the_layers(family: str, tmp_path, caplog):
-    model = upcycle(upcycle(build(family), [0], K, B), [-1], 2, 8)
-    with torch.no_grad():  # experts that no longer equal each other
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.02)
-    batch = inputs(family)
-    expected = logits(model, batch)
-    model.save_pretrained(tmp_path)
-    automatic = "AutoModelForSequenceClassification" if family in TEXT else "AutoModelForImageClassification"
-    for cls in (type(model), getattr(transformers, automatic)):
-        with caplog.at_level(logging.WARNING):
-            again, report = cls.from_pretrained(tmp_path, output_loading_info=True)
-        assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
-        assert not again.training and [m.config.num_experts for m in moe_layers(again).values()] == [K, 2]
-        assert_same(dict(again.named_parameters()), dict(model.named_parameters()), rtol=0, atol=0)
-        # Weights that lie unaligned in a mapped file may round differently in the last bit; a copy does not.
-        torch.testing.assert_close(logits(again, batch), expected, rtol=1e-5, atol=1e-5)
-        assert torch.equal(logits(copy.deepcopy(again), batch), expected)
-    assert "newly initialized" not in caplog.text
-    base = transformers.AutoModel.from_pretrained(tmp_path)
-    assert len(moe_layers(base)) == 2
-    half = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
-    again.save_pretrained(tmp_path / "again")  # and once more
-    twice = type(model).from_pretrained(tmp_path / "again")
-    assert torch.equal(logits(copy.deepcopy(twice), batch), expected)
-
-
-def test_config_carries_the_layers_without_touching_dense_twins():
-    dense = build("bert")
-    config = dense.config
-    moe = upcycle(type(dense)(config), [1], K, B)
-    assert not hasattr(config, "unif_moe") and moe.bert.config is moe.config
-    assert not moe_layers(type(dense)(config))
-    # New weights, same structure:
-    fresh = transformers.AutoModelForSequenceClassification.from_config(moe.config)
-    (layer,) = moe_layers(fresh).values()
-    assert torch.equal(layer.ffn_weights(0)[0], layer.ffn_weights("shared")[0])
-
-
-def test_from_pretrained_with_fewer_layers(tmp_path):
-    """Transformers leaves out the layers above; so do the rebuilt ones."""
-    model = upcycle(build("bert"), [0, 2], K, B)
-    model.save_pretrained(tmp_path)
-    shallow = type(model).from_pretrained(tmp_path, num_hidden_layers=1)
-    assert list(moe_layers(shallow)) == ["bert.encoder.layer.0.intermediate"]
-    (layer,) = moe_layers(shallow).values()
-    assert torch.equal(layer.ffn_weights(1)[0], next(iter(moe_layers(model).values())).ffn_weights(1)[0])
-    shallow.save_pretrained(tmp_path / "again")
-    assert len(moe_layers(type(model).from_pretrained(tmp_path / "again"))) == 1
-
-
-def test_sharded_save_is_refused_on_reload(tmp_path):
-    model = upcycle(build("bert"), [1], K, B)
-    model.config.unif_moe[0]["expert_parallel_size"] = 2
-    model.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="spread over 2 ranks"):
-        type(model).from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("family", ["bert", "timm"])
@@ -460,59 +237,6 @@ def test_other_errors():
         upcycle(build("timm", mlp_layer=timm.layers.SwiGLU), [0], K, B)
 
 
-class _Packed(nn.Linear):
-    """As quantisers keep weights: two numbers in a byte."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, HIDDEN)
-        self.weight = nn.Parameter(torch.zeros(WIDTH * HIDDEN // 2, 1, dtype=torch.uint8), requires_grad=False)
-
-
-class _Scaled(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(WIDTH, HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
-
-
-class _WithAdapter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.base_layer, self.weight = nn.Linear(WIDTH, HIDDEN), nn.Parameter(torch.zeros(HIDDEN, WIDTH))
-
-
-def _patched() -> nn.Linear:
-    linear = nn.Linear(WIDTH, HIDDEN)
-    linear.forward = lambda x: nn.functional.linear(x, linear.weight)
-    return linear
-
-
-_WithAdapter.__name__ = _WithAdapter.__qualname__ = "Linear"
-
-
-@pytest.mark.parametrize(
-    "projection,words",
-    [
-        (lambda: nn.Bilinear(WIDTH, WIDTH, HIDDEN), "linear.Bilinear, where upcycling needs torch.nn.Linear"),
-        (_WithAdapter, r"test_upcycling.Linear, which carries an adapter; merge .*merge_and_unload"),
-        (_Packed, r"_Packed, whose weights are quantised \(Parameter of uint8\); load .* without quantisation"),
-        (_Scaled, "_Scaled, which computes more than a linear map in a forward of its own"),
-        (_patched, "linear.Linear, which computes more than a linear map in a forward of its own"),
-        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, HIDDEN)), "weight is computed from other"),
-        (lambda: prune.l1_unstructured(nn.Linear(WIDTH, HIDDEN), "weight", 3), "weight is computed from other"),
-    ],
-    ids=["other", "adapter", "packed", "forward", "patched", "weight-norm", "pruned"],
-)
-def test_projections_that_are_no_plain_linear_maps(projection: Callable[[], nn.Module], words: str):
-    """Each is refused by name; copied, it would be wrong without a word."""
-    model = build("bert")
-    model.bert.encoder.layer[1].intermediate.dense = projection()
-    with pytest.raises(UserError, match=r"^bert.encoder.layer.1.intermediate.dense is a .*" + words):
-        upcycle(model, [1], K, B)
-    assert not moe_layers(model)
-
-
 def test_a_wrapped_model_names_the_one_inside():
     class Lightning(nn.Module):
         def __init__(self) -> None:
@@ -537,38 +261,6 @@ def test_a_wrapped_model_names_the_one_inside():
     ):
         with pytest.raises(UserError, match=words):
             upcycle(wrapped, [0], K, B)
-
-
-@pytest.mark.parametrize(
-    "name", ["gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2", "silu", "swish", "tanh"]
-)
-def test_activations_compute_what_their_names_say(name: str):
-    module = transformers.activations.ACT2FN[name]
-    model = build("bert", hidden_act=name)
-    upcycle(model, [0], K, B)
-    (layer,) = moe_layers(model).values()
-    assert layer.config.activation == activation_name(module)
-    x = torch.linspace(-3, 3, 50)
-    known = {
-        "gelu": nn.GELU(),
-        "gelu_tanh": nn.GELU(approximate="tanh"),
-        "relu": nn.ReLU(),
-        "silu": nn.SiLU(),
-        "tanh": nn.Tanh(),
-        "relu_squared": lambda x: x.relu().square(),
-        "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    }
-    torch.testing.assert_close(module(x), known[activation_name(module)](x), rtol=1e-5, atol=1e-6)
-
-
-def test_ffn_without_bias():
-    model = build("timm")
-    for block in model.blocks:
-        block.mlp.fc1 = nn.Linear(WIDTH, HIDDEN, bias=False)
-    up, down = model.blocks[0].mlp.fc1, model.blocks[0].mlp.fc2
-    upcycle(model, [0], K, B)
-    got = model.blocks[0].mlp.ffn_weights(0)
-    assert torch.equal(got[0], up.weight) and torch.equal(got[3], down.bias) and not got[1].any()
 
 
 def test_import_leaves_transformers_and_timm_alone():

@@ -15,7 +15,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 from torch.nn.utils import parametrize
 
 from tests.support.ranks import run_ranks
-from tests.upcycling.test_upcycle import B, K, build, inputs, logits
+from tests.support.small_models import B, K, build, inputs, logits, moved
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer, diversity_loss, upcycle
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts
@@ -30,15 +30,6 @@ HERE_AND_ON_DISK = {
     "bert.pooler": "cpu",
     "classifier": "cpu",
 }
-
-
-def moved(model: nn.Module) -> nn.Module:
-    """The model, its experts no longer equal."""
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    return model
 
 
 def upcycled(family: str = "bert") -> nn.Module:

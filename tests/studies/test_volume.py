@@ -1,0 +1,96 @@
+"""Bytes between ranks: the formulas against counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import run_ranks
+from unifmoe_dist.studies.scaling.volume import (
+    Traffic,
+    alltoall_volume,
+    counting_bytes,
+    expected_traffic,
+    measure_volume,
+    minimum_volume,
+    tutel_volume,
+)
+
+# -- volumes ------------------------------------------------------------------------------------------------
+
+
+def random_gates(tokens: int, experts: int) -> torch.Tensor:
+    gates = torch.rand(tokens, experts) * (torch.rand(tokens, experts) > 0.6)
+    gates[0, 0] = float("nan")
+    gates[1] = 0
+    return gates
+
+
+@pytest.mark.parametrize("experts,size,rank,blocks", [(6, 2, 1, 8), (12, 4, 0, 9), (64, 2, 0, 33), (4, 1, 0, 8)])
+def test_volumes_equal_brute_force(experts, size, rank, blocks):
+    torch.manual_seed(experts)
+    gates, row = random_gates(20, experts), 24
+    local = experts // size
+    forward = backward = ours = 0
+    for token in range(20):
+        for other in range(size):
+            here = sum(bool(g != 0) for g in gates[token, other * local : (other + 1) * local])
+            if other == rank or not here:
+                continue
+            forward += row + -(-blocks // 8) + 4 * here + row
+            backward += row + row + 4 * here
+            ours += -(-(blocks + local) // 8) - -(-blocks // 8)
+    traffic = Traffic.of(gates, blocks, row, size, rank)
+    minimum, sent = minimum_volume(traffic), alltoall_volume(traffic)
+    assert (minimum.forward, minimum.backward) == (forward, backward)
+    assert (sent.forward, sent.backward) == (forward + ours + 32 * (size - 1), backward)
+    assert traffic.largest_load == max(sum(bool(g != 0) for g in gates[:, e]) for e in range(experts))
+    padded = torch.zeros(experts, 5, row, dtype=torch.uint8)  # (K, capacity, D) of a rank, one way
+    assert tutel_volume(traffic, 5).forward == 2 * (padded.numel() - padded[:local].numel())
+
+
+def volumes(rank, world, *args):
+    return measure_volume(*args)
+
+
+@pytest.mark.parametrize("world,experts,skewed", [(2, 64, False), (2, 6, True), (4, 16, True)])
+def test_alltoall_sends_the_formula_and_at_most_the_minimum_plus_5_percent(world, experts, skewed):
+    values = run_ranks(world, volumes, experts, skewed, 100, 384, 8)[0]
+    assert values["alltoall"] == pytest.approx(values["formula"], rel=1e-12)
+    assert values["minimum"] < values["alltoall"] <= 1.05 * values["minimum"]
+    assert values["tutel"] > values["alltoall"]
+    assert (values["load_imbalance"] > 1.5) == skewed
+
+
+def tutel_bytes(rank, world):
+    """Bytes that Tutel's exchange hands to the collective, and its padded volume by the formula."""
+    from unifmoe_dist.dispatch.tutel import TutelDispatcher
+
+    torch.manual_seed(rank)
+    x, gates = torch.randn(50, 384, requires_grad=True), random_gates(50, 6).nan_to_num(0.5).requires_grad_()
+    traffic = Traffic.of(gates, 8, 4 * 384, world, rank)
+    capacity = torch.tensor(traffic.largest_load)
+    dist.all_reduce(capacity, op=dist.ReduceOp.MAX)
+    with counting_bytes() as count:
+        exchange = TutelDispatcher(dist.group.WORLD).dispatch(x, gates, torch.rand(50, 8) > 0.5)
+        rows = exchange.arrivals()
+        exchange.combine(rows.x * rows.gates.sum(1, keepdim=True)).sum().backward()
+    return count.bytes, tutel_volume(traffic, int(capacity)).total
+
+
+@pytest.mark.tutel
+def test_padded_volume_is_what_tutel_sends():
+    for counted, formula in run_ranks(2, tutel_bytes):
+        assert formula < counted < 1.01 * formula  # the block masks travel beside what Tutel would send
+
+
+def test_expected_traffic_is_the_mean_over_random_experts():
+    torch.manual_seed(0)
+    experts, size, k, tokens = 12, 4, 3, 20_000
+    gates = torch.zeros(tokens, experts).scatter_(1, torch.rand(tokens, experts).argsort(1)[:, :k], 1.0)
+    got, want = Traffic.of(gates, 8, 4, size, 0), expected_traffic(tokens, k, experts, 8, 4, size)
+    assert got.crossings == pytest.approx(want.crossings, rel=0.01)
+    assert got.gates == pytest.approx(want.gates, rel=0.01)
+    assert expected_traffic(10, 11, 12, 8, 4, 4).crossings == 30  # more experts than the other ranks hold
+    assert expected_traffic(10, 3, 12, 8, 4, 1).crossings == 0

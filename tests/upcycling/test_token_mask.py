@@ -1,0 +1,90 @@
+"""Padding: no position of it reaches a layer of experts, in whatever form an attention mask comes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from tests.support.small_models import TEXT, WIDTH, B, K, build, inputs, logits
+from unifmoe_dist import upcycle
+from unifmoe_dist.upcycling import moe_layers
+from unifmoe_dist.upcycling.token_mask import token_mask_from_attention
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", TEXT)
+def test_padding_reaches_the_layer_and_changes_nothing(family: str, attention: str):
+    try:
+        model = build(family, attn_implementation=attention)
+    except ValueError:
+        pytest.skip(f"this Transformers has no {attention} attention for {family}")  # ELECTRA before version 5
+    upcycle(model, [0, 2], K, B)
+    seen: list[Tensor] = []
+    for layer in moe_layers(model).values():
+        layer.register_forward_hook(lambda module, args, output: seen.append(output))
+    batch = inputs(family)
+    batched = logits(model, batch)
+    real = batch["attention_mask"].bool()
+    assert len(seen) == 2
+    for output in seen:
+        assert (output[~real] == 0).all() and (output[real].abs().sum(-1) > 0).all()
+    short = {name: value[1:2, :4] for name, value in batch.items()}
+    torch.testing.assert_close(batched[1:2], logits(model, short), rtol=1e-4, atol=1e-5)
+    full = inputs(family, padded=False)  # without padding right after: nothing of the old mask is left
+    seen.clear()
+    logits(model, {"input_ids": full["input_ids"]})
+    assert all((output.abs().sum(-1) > 0).all() for output in seen)
+    assert seen[0].shape == (3, 9, WIDTH)
+
+
+def test_forms_of_attention_masks():
+    real = torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
+    square = real[:, None, None, :].expand(2, 1, 3, 3)
+    additive = torch.zeros(2, 1, 3, 3).masked_fill(~square, torch.finfo(torch.float32).min)
+    causal = square & torch.ones(3, 3).tril().bool()
+    half = torch.zeros(2, 2, 3, 3, dtype=torch.float16).masked_fill(~square, float("-inf"))
+    least = [torch.where(square, 0.25, value) for value in (-10000.0, -1e9)]  # BERT's own, and what is often used
+    biased = additive + torch.linspace(-200, 0, 9).view(3, 3)
+    for mask in (
+        real,
+        real.long(),
+        real.float(),
+        square,
+        square[:, 0],
+        additive,
+        causal,
+        half,
+        *least,
+        least[0].bfloat16(),
+        biased,
+    ):
+        assert torch.equal(token_mask_from_attention(mask, 2, 3), real)
+    assert torch.equal(token_mask_from_attention(square[1:], 2, 3), real[1:].expand(2, 3))
+    assert token_mask_from_attention(None, 2, 3) is None
+    assert token_mask_from_attention(square, 2, 1) is None  # keys from a cache beside the tokens
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    flex = create_block_mask(lambda b, h, q, kv: real[b, kv], 2, None, 3, 3, device="cpu", BLOCK_SIZE=128)
+    assert torch.equal(token_mask_from_attention(flex, 2, 3), real)
+
+
+def test_decoding_with_a_cache_equals_decoding_without():
+    """With a cache, keys outnumber tokens: nothing may be taken for padding by its place."""
+    config = build("bert", is_decoder=True).config
+    model = upcycle(transformers.BertLMHeadModel(config).eval(), [0, 1], K, B)
+    ids, mask = torch.randint(3, 50, (2, 6)), torch.ones(2, 6, dtype=torch.long)
+    mask[0, :2] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    cached = model.generate(ids, **options, use_cache=True, eos_token_id=None)
+    assert torch.equal(cached, model.generate(ids, **options, use_cache=False, eos_token_id=None))
+
+
+def test_ffn_chunking_does_not_upset_the_mask():
+    for family in ("bert", "distilbert"):
+        chunked = upcycle(build(family, chunk_size_feed_forward=3), [1], K, B, router_seed=1)
+        whole = upcycle(build(family), [1], K, B, router_seed=1)
+        whole.load_state_dict(chunked.state_dict())
+        batch = inputs(family)
+        torch.testing.assert_close(logits(chunked, batch), logits(whole, batch))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.glue_tables import OFFICIAL, write, write_rte
-from tests.support.jobs import ROOT, run_job
+from tests.support.jobs import ROOT, draw, run_job
 from unifmoe_dist.data.encoders import TINY
 from unifmoe_dist.studies.report.compare import comparison_table
 from unifmoe_dist.train import build, checkpoint
@@ -84,7 +84,7 @@ def test_a_whole_run_of_cola_on_two_ranks(tmp_path):
     learnable_cola(tmp_path / "CoLA")
     run = tmp_path / "run"
     more = ["--parallel.expert_parallel_size", "2", "--epochs", "5"]
-    job = run_job(tmp_path, 2, words(tmp_path, run, "cola", *more), timeout=120)
+    job = run_job(tmp_path, 2, words(tmp_path, run, "cola", *more), draw, timeout=120)
     assert job.statuses == [0, 0], job.output
     summary = json.loads((run / "summary.json").read_text())
     assert summary["metric"] == "matthews_correlation" and summary["validation_score"] > 0.5  # it learns

@@ -171,7 +171,7 @@ def test_shared_and_residual_experts_are_dropped_alike_and_right_on_average():
     want = layer.eval()(x)
     layer.train()
     with torch.no_grad():
-        outputs = torch.stack([layer(x) for _ in range(3000)])
+        outputs = torch.cat([layer(x.repeat(300, 1)).view(300, 5, 16) for _ in range(10)])  # each token its own mask
     error = outputs.std(0) / math.sqrt(3000)
     assert ((outputs.mean(0) - want).abs() < 6 * error).all()
     for name in ("shared", "experts"):  # with the other part silenced, this one varies

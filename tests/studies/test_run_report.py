@@ -17,7 +17,7 @@ from PIL import Image
 
 from launch import analyze
 from tests.support.faults import SMALL
-from tests.support.jobs import run_job
+from tests.support.jobs import draw, run_job
 from tests.support.pages import Reader
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods.registry import METHODS
@@ -36,7 +36,7 @@ def runs(tmp_path_factory) -> Path:
     apart = ["--optim.lr", "0.003", "--optim.warmup_steps", "0"]  # so that pairs of experts differ after two steps
     wanted = {HOSTILE: [], "top2": ["--model.moe", "topk", "--model.top_k", "2", *apart]}
     for name, more in wanted.items():
-        job = run_job(folder / "logs", 1, [*WORDS, *more, "--output", str(folder / name)], timeout=200)
+        job = run_job(folder / "logs", 1, [*WORDS, *more, "--output", str(folder / name)], draw, timeout=200)
         assert job.statuses == [0], job.output
     return folder
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.ranks import _context
+from tests.support.ranks import PLOTS, _context
 from unifmoe_dist.train.cli import run_main
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +34,11 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def draw(rank: int) -> None:
+    """For `prepare`: the run draws its plots."""
+    os.environ[PLOTS] = "1"
 
 
 def _command(

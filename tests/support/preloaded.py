@@ -6,21 +6,32 @@ import gc
 import os
 import sys
 from contextlib import redirect_stdout
+from pathlib import Path
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns of what it finds otherwise
 
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401  every engine imports it, and with it inductor
 import hypothesis  # noqa: E402, F401
 import pytest  # noqa: E402, F401
 import sklearn.datasets  # noqa: E402, F401
 import timm  # noqa: E402, F401
-import torch._dynamo  # noqa: E402
 import torch.utils.tensorboard  # noqa: E402, F401
 import transformers.optimization  # noqa: E402, F401
 from deepspeed.comm.torch import build_shm_op  # noqa: E402
 
-import unifmoe_dist.studies.training_plots  # noqa: E402, F401
 import unifmoe_dist.train.trainer  # noqa: E402, F401
+from tests.support.ranks import PLOTS  # noqa: E402
+from unifmoe_dist.studies import training_plots  # noqa: E402
 
+_plot_run = training_plots.plot_run
+
+
+def plot_run(folder: Path) -> list[Path]:
+    """The plots of a run, where a test asks for them."""
+    return _plot_run(folder) if PLOTS in os.environ else []
+
+
+training_plots.plot_run = plot_run
 with redirect_stdout(sys.stderr):
     build_shm_op()  # compiled when the tests started; else every process looks at the sources anew
 gc.collect()

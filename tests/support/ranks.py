@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+PLOTS = "UNIFMOE_TESTS_PLOTS"  # set where a run is to draw its plots: they take as long as most runs here
 _context = multiprocessing.get_context("forkserver")
 _KEPT = (2, 4)  # worlds whose processes stay, with their group, for the next function
 _kept: dict[int, _Ranks] = {}

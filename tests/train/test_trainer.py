@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import PLOTS, run_ranks
 from tests.support.training import make_config, train
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.runtime.ranks import Ranks, running_ranks, seed_everything
@@ -163,6 +163,7 @@ def test_resume_at_another_layout(before, after, tmp_path):
 
 
 def whole_run(rank, world, folder, **options):
+    os.environ[PLOTS] = "1"
     config = make_config(folder, steps=10, optimizer="adamw", **options)
     with running_ranks(config.parallel.expert_parallel_size, config.parallel.expert_placement) as ranks:
         return Trainer(config, ranks, Path(folder)).fit()

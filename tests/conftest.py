@@ -14,6 +14,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # distributed tests start several
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a download
 
+if os.access(sys.prefix, os.W_OK):  # environments that share a folder would compile in turn, each for itself
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
+
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
@@ -23,25 +26,32 @@ multiprocessing.set_forkserver_preload(
 )
 multiprocessing.forkserver.set_forkserver_preload = lambda modules: None  # the first server serves all
 
-
 COMPILED_ALREADY = "UNIFMOE_TESTS_COMPILED"
-COMPILED = [
-    "from deepspeed.comm.torch import build_shm_op; build_shm_op()",  # sums over CPU ranks
-    "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()",  # an offloaded optimiser
-]
+COMPILE = """
+from concurrent.futures import ThreadPoolExecutor
+from deepspeed.comm.torch import build_shm_op
+from deepspeed.ops.op_builder import CPUAdamBuilder
+with ThreadPoolExecutor() as pool:
+    both = pool.submit(build_shm_op), pool.submit(CPUAdamBuilder().load)  # sums over CPU ranks; an offloaded optimiser
+    for one in both:
+        one.result()
+"""
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
+def compile_for_ranks() -> None:
     """Compile what DeepSpeed's CPU ranks need before any test: inside one, its time limit could end the compiler.
 
     torch compiles again when a path of the environment differs, so only it knows whether there is anything to do.
     """
-    if not (COMPILED_ALREADY in os.environ or torch.cuda.is_available() or session.config.option.collectonly):
+    if COMPILED_ALREADY not in os.environ and not torch.cuda.is_available():
         os.environ[COMPILED_ALREADY] = "1"  # workers of pytest-xdist, and tests that run others, inherit it
         environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-        builds = [subprocess.Popen([sys.executable, "-c", program], env=environment) for program in COMPILED]
-        for build in builds:
-            build.wait(timeout=900)
+        subprocess.run([sys.executable, "-c", COMPILE], env=environment, timeout=900)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if session.config.getoption("numprocesses", None):
+        compile_for_ranks()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -57,6 +67,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    if "tests.support.ranks" in sys.modules and not session.config.option.collectonly:
+        compile_for_ranks()
     gc.collect()
     gc.freeze()  # no collection goes over the libraries and the tests again
 

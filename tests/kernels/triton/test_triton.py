@@ -1,4 +1,4 @@
-"""The Triton path: the cases of triton_cases.py, that every kernel compiles for real devices, and how it is chosen.
+"""The Triton path: the cases of *_cases.py, that every kernel compiles for real devices, and how it is chosen.
 
 On a machine with a CUDA device, `pytest -m gpu -n 8 tests/kernels/triton/test_triton.py` checks all of it there; most
 of the time goes into compiling, hence the processes.
@@ -24,21 +24,27 @@ from unifmoe_dist.kernels import HiddenDropout, use_kernels
 pytest.importorskip("triton")
 
 if torch.cuda.is_available():
-    from tests.kernels.triton.triton_cases import *  # noqa: F403
+    from tests.kernels.triton.ffn_cases import *  # noqa: F403
+    from tests.kernels.triton.layer_cases import *  # noqa: F403
+    from tests.kernels.triton.routing_cases import *  # noqa: F403
 
     pytestmark = pytest.mark.gpu
 else:
-    CASES = re.findall(r"^def (test_\w+)", (Path(__file__).parent / "triton_cases.py").read_text(), re.M)
+    HERE = Path(__file__).parent
+    CASES = [
+        f"{path.name}::{name}"
+        for path in sorted(HERE.glob("*_cases.py"))
+        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+    ]
     PARTS = 4  # they run beside each other, and none of them for minutes
 
     @pytest.mark.timeout(900)
     @pytest.mark.parametrize("part", range(PARTS))
     def test_cases_in_the_interpreter(part):
         """In its own process: Triton decides at import whether it interprets, and others here use the compiler."""
-        cases = [f"triton_cases.py::{name}" for name in CASES[part::PARTS]]
         run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *cases],
-            cwd=Path(__file__).parent,
+            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *CASES[part::PARTS]],
+            cwd=HERE,
             env={**os.environ, "TRITON_INTERPRET": "1"},
             capture_output=True,
             text=True,
@@ -230,7 +236,7 @@ def test_selector_names():
 @pytest.mark.gpu
 def test_no_host_stall_and_cuda_graph():
     """Forward and backward with a token mask never wait for the device, and a captured graph follows its input."""
-    from tests.kernels.triton.triton_cases import make_layer
+    from tests.support.triton import make_layer
 
     layer = make_layer(dim=128, hidden=512, experts=4, blocks=4).bfloat16()
     x = torch.randn(4, 64, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -259,7 +265,7 @@ def test_no_host_stall_and_cuda_graph():
 @pytest.mark.parametrize("options", [dict(), dict(atomic=True)])
 def test_tuned_tiles(options, monkeypatch):
     """Trials leave no trace in the results, whatever tiles win."""
-    from tests.kernels.triton.triton_cases import make_layer
+    from tests.support.triton import make_layer
     from unifmoe_dist.kernels.triton import tuning as triton_tuning
 
     monkeypatch.setattr(triton_tuning, "_enabled", True)
@@ -282,7 +288,7 @@ def test_tuned_tiles(options, monkeypatch):
 
 @pytest.mark.gpu
 def test_training_step_in_a_cuda_graph():
-    from tests.kernels.triton.triton_cases import make_layer
+    from tests.support.triton import make_layer
 
     layer, twin = (make_layer(dim=128, hidden=512, experts=4, blocks=4) for _ in range(2))
     graphed = torch.cuda.make_graphed_callables(twin, (torch.randn(256, 128, device="cuda", requires_grad=True),))

@@ -1,0 +1,211 @@
+"""What the Triton kernels of experts must equal: the reference in float64, whatever the tiles and rounds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.triton import (
+    DEVICE,
+    bank,
+    error,
+    random,
+    random_gates,
+    without_tuning,  # noqa: F401
+)
+from unifmoe_dist.config import ACTIVATIONS
+from unifmoe_dist.experts import BlockExperts
+from unifmoe_dist.kernels import HiddenDropout, reference_block_ffn
+from unifmoe_dist.kernels.triton.ffn import TritonOptions, triton_block_ffn
+
+
+def wide(experts: BlockExperts) -> BlockExperts:
+    copy = BlockExperts(
+        *experts.keys.shape[:1],
+        experts.keys.shape[2],
+        experts.keys.shape[1],
+        experts.num_blocks,
+        experts.activation,
+        experts.key_bias is not None,
+    ).to(DEVICE, torch.float64)
+    copy.load_state_dict(experts.state_dict())
+    return copy
+
+
+def check_ffn(x, gates, blocks, experts, shared=None, options=None, tolerance=2e-5, dropout=None) -> None:
+    """Outputs and all gradients against the reference in float64."""
+    grad = random(*x.shape, dtype=x.dtype)
+    banks = [experts] if shared is None else [shared, experts]
+    leaves = [x.requires_grad_(), gates.requires_grad_(), *(p for b in banks for p in b.parameters())]
+    beside = None if shared is None else shared.weights()
+    y = triton_block_ffn(x, gates, blocks, experts.weights(), beside, options, dropout=dropout)
+    assert y.shape == x.shape and y.dtype == x.dtype
+    got = torch.autograd.grad(y, leaves, grad)
+
+    x64, gates64 = x.detach().double().requires_grad_(), gates.detach().double().requires_grad_()
+    banks64 = [wide(b) for b in banks]
+    if shared is None:
+        want_y = reference_block_ffn(x64, gates64, blocks, banks64[0].weights(), dropout)
+    else:
+        rest = None if dropout is None else dropout.of_experts(1)
+        want_y = reference_block_ffn(x64, gates64[:, :1], blocks, banks64[0].weights(), dropout)
+        want_y = want_y + reference_block_ffn(x64, gates64[:, 1:], ~blocks, banks64[1].weights(), rest)
+    leaves64 = [x64, gates64, *(p for b in banks64 for p in b.parameters())]
+    want = list(torch.autograd.grad(want_y, leaves64, grad.double()))
+    want[1] = torch.where(gates64 != 0, want[1], 0)  # a gate of 0 has no gradient here, in the layer it never matters
+    assert error(y, want_y) < tolerance
+    for leaf, g, w in zip(leaves, got, want, strict=True):
+        assert g.shape == leaf.shape and g.dtype == leaf.dtype
+        assert error(g, w) < tolerance
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    n=st.integers(0, 20),
+    e=st.integers(1, 4),
+    dim=st.sampled_from([16, 48, 80]),
+    block=st.sampled_from([16, 48, 80]),
+    num_blocks=st.integers(2, 4),
+    bias=st.booleans(),
+    with_shared=st.booleans(),
+    seed=st.integers(0, 10_000),
+    options=st.builds(
+        TritonOptions,
+        atomic=st.booleans(),
+        workspace_bytes=st.sampled_from([None, 8_000]),
+        tile_rows=st.sampled_from([None, 32]),
+    ),
+)
+def test_ffn_equals_the_reference(n, e, dim, block, num_blocks, bias, with_shared, seed, options):
+    """Any gates and masks, also those that routing would never make; a small workspace means many rounds."""
+    torch.manual_seed(seed)
+    shared = bank(1, dim, block * num_blocks, num_blocks, bias=bias) if with_shared else None
+    experts = bank(e, dim, block * num_blocks, num_blocks, bias=bias)
+    blocks = torch.rand(n, num_blocks, device=DEVICE) > 0.5
+    check_ffn(random(n, dim), random_gates(n, e + with_shared), blocks, experts, shared, options)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.9])
+@pytest.mark.parametrize("with_shared,first", [(True, 0), (False, 0), (False, 1)])
+@pytest.mark.parametrize(
+    "block,dtype,options",
+    [
+        (16, torch.float32, TritonOptions()),
+        (192, torch.float32, TritonOptions(tile_rows=16, workspace_bytes=40_000)),
+        (288, torch.bfloat16, TritonOptions(backward_tile_rows=32)),
+        (48, torch.float16, TritonOptions(atomic=True)),
+    ],
+)
+def test_ffn_dropout(rate, with_shared, first, block, dtype, options):
+    """The mask of the definition, whatever the tiles, the parts of a block and the rounds are, in both passes."""
+    torch.manual_seed(block)
+    shared, experts = (bank(e, 32, 2 * block, 2, dtype=dtype) for e in (1, 2))
+    dropout = HiddenDropout.draw(rate, torch.device(DEVICE)).of_experts(first)
+    blocks = torch.rand(19, 2, device=DEVICE) > 0.4
+    tolerance = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
+    x, gates = random(19, 32, dtype=dtype), random_gates(19, 2 + with_shared)
+    check_ffn(x, gates, blocks, experts, shared if with_shared else None, options, tolerance, dropout)
+
+
+@pytest.mark.parametrize("dtype,tolerance", [(torch.bfloat16, 3e-2), (torch.float16, 4e-3), (torch.float32, 2e-5)])
+@pytest.mark.parametrize("block", [32, 192, 288])  # one tile, three tiles, and wider than registers hold
+def test_ffn_types_and_widths(dtype, tolerance, block):
+    torch.manual_seed(block)
+    shared, experts = (bank(e, 32, 2 * block, 2, dtype=dtype) for e in (1, 2))
+    blocks = torch.rand(11, 2, device=DEVICE) > 0.5
+    check_ffn(random(11, 32, dtype=dtype), random_gates(11, 3), blocks, experts, shared, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_ffn_activations(activation):
+    torch.manual_seed(1)
+    experts = bank(1, 16, 32, 2, activation)
+    check_ffn(2 * random(9, 16), random_gates(9, 1), torch.ones(9, 2, dtype=torch.bool, device=DEVICE), experts)
+
+
+@pytest.mark.parametrize("options", [TritonOptions(), TritonOptions(tile_rows=16, workspace_bytes=40_000)])
+def test_ffn_groups_of_many_tiles(options):
+    """Groups longer than a tile, continued over rounds; one expert has all tokens, one none."""
+    torch.manual_seed(2)
+    gates = torch.rand(150, 3, device=DEVICE) + 0.1
+    gates[:, 1] = 0
+    check_ffn(random(150, 16), gates, torch.rand(150, 2, device=DEVICE) > 0.3, bank(3, 16, 32, 2), options=options)
+
+
+def test_ffn_is_deterministic():
+    torch.manual_seed(3)
+    experts = bank(2, 32, 64, 2, dtype=torch.bfloat16)
+    x = random(40, 32, dtype=torch.bfloat16).requires_grad_()
+    gates = torch.rand(40, 2, device=DEVICE).requires_grad_()
+    blocks = torch.ones(40, 2, dtype=torch.bool, device=DEVICE)
+    runs = []
+    for _ in range(2):
+        y = triton_block_ffn(x, gates, blocks, experts.weights())
+        runs.append((y, *torch.autograd.grad(y, [x, gates, *experts.parameters()], torch.ones_like(y))))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_ffn_computes_only_selected_blocks():
+    """Poisoned weights of a block that no token needs reach nothing."""
+    experts = bank(2, 16, 64, 4)
+    with torch.no_grad():
+        experts.keys[0, 16:32] = experts.values[1, 48:] = float("nan")
+    gates = torch.tensor([[1.0, 0.0], [0.0, 1.0]], device=DEVICE)
+    blocks = torch.tensor([[1, 0, 1, 1], [1, 1, 1, 0]], device=DEVICE).bool()
+    x = random(2, 16).requires_grad_()
+    y = triton_block_ffn(x, gates, blocks, experts.weights())
+    y.sum().backward()
+    assert y.isfinite().all() and x.grad.isfinite().all()
+    assert experts.keys.grad.isfinite().all() and (experts.keys.grad[0, 16:32] == 0).all()
+
+
+def test_ffn_with_frozen_experts():
+    """Gradients that nobody wants are not made; the others are as before."""
+    shared, experts = bank(1, 16, 32, 2), bank(2, 16, 32, 2)
+    x, gates, blocks = random(9, 16).requires_grad_(), random_gates(9, 3), torch.rand(9, 2, device=DEVICE) > 0.5
+
+    def gradient():
+        triton_block_ffn(x, gates, blocks, experts.weights(), shared.weights()).sum().backward()
+        (result, x.grad) = (x.grad, None)
+        return result
+
+    before = gradient()
+    experts.requires_grad_(False)
+    wanted, shared.keys.grad = shared.keys.grad, None
+    assert torch.equal(before, gradient()) and torch.equal(shared.keys.grad, wanted)
+    shared.requires_grad_(False)
+    assert torch.equal(before, gradient())
+
+
+def test_ffn_autocast():
+    experts, x = bank(2, 32, 64, 2), random(8, 32).requires_grad_()
+    gates, blocks = random_gates(8, 2), torch.rand(8, 2, device=DEVICE) > 0.5
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        y = triton_block_ffn(x, gates, blocks, experts.weights())
+    y.sum().backward()
+    assert y.dtype == x.grad.dtype == experts.keys.grad.dtype == torch.float32
+    assert 1e-5 < error(y, reference_block_ffn(x, gates, blocks, experts.weights())) < 3e-2
+
+
+def test_ffn_saves_little_for_the_backward_pass():
+    """No gathered tokens and no hidden activations: x, gates, masks and group offsets, whatever C_B is."""
+    experts, x = bank(4, 32, 128, 4), random(30, 32).requires_grad_()
+    gates = torch.rand(30, 4, device=DEVICE)
+    own = {p.data_ptr() for p in experts.parameters()}
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        triton_block_ffn(x, gates, torch.ones(30, 4, dtype=torch.bool, device=DEVICE), experts.weights())
+    total = sum(t.numel() * t.element_size() for t in saved if t.data_ptr() not in own)
+    assert total <= 4 * (x.numel() + gates.numel()) + 30 * 4 + 2 * (4 * 4 * 4)
+
+
+def test_float32_products_keep_float32():
+    """Neither pass may fall to plain TF32, 2^-11, unless torch's switch asks for it."""
+    torch.manual_seed(5)
+    x, experts = random(64, 64), bank(1, 64, 64, 2, "identity", bias=False)
+    y = triton_block_ffn(x, x.new_ones(64, 1), x.new_ones(64, 2, dtype=torch.bool), experts.weights())
+    want = F.linear(x.double(), experts.keys[0].double()) @ experts.values[0].double()
+    assert error(y, want) < 1e-5

@@ -1,0 +1,150 @@
+"""Whole layers by the Triton kernels, how they are chosen, and their self-test."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.triton import (
+    DEVICE,
+    bank,
+    make_layer,
+    random,
+    without_tuning,  # noqa: F401
+)
+from unifmoe_dist import UniFMoELayer
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.kernels import block_ffn, reference_block_ffn, self_test, use_kernels
+from unifmoe_dist.kernels.triton import ffn as triton_ffn
+from unifmoe_dist.kernels.triton import routing as triton_routing
+from unifmoe_dist.kernels.triton.ffn import triton_block_ffn
+from unifmoe_dist.kernels.triton.plan import scan_groups
+
+
+def check_layer(layer: UniFMoELayer, x: Tensor, token_mask: Tensor | None = None) -> None:
+    """Outputs, gradients and statistics, Triton against plain torch."""
+    x, grad = x.detach().requires_grad_(), random(*x.shape)
+    results = []
+    for name in ("triton", "grouped"):
+        torch.manual_seed(6)  # of what is dropped
+        layer.zero_grad()
+        layer.usage.reset()
+        with use_kernels(name):
+            y = layer(x, token_mask)
+        (gx,) = torch.autograd.grad(y, x, grad, retain_graph=True)
+        y.backward(grad)
+        results.append([y, gx, *(p.grad.clone() for p in layer.parameters()), layer.usage.totals.clone()])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got.float(), want.float(), rtol=1e-4, atol=2e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(),
+        dict(experts=1),
+        dict(hidden=32, blocks=2),
+        dict(dim=48, hidden=144, blocks=3),
+        dict(capacity_factor=0.7),
+        dict(shared_demand=0.4, fixed_experts=2, block_choice="prefix"),
+        dict(hidden_dropout=0.3),
+    ],
+)
+def test_layer(sizes):
+    layer = make_layer(**sizes)
+    check_layer(layer, random(3, 5, layer.config.model_dim))
+
+
+def test_layer_with_one_expert_for_all_and_others_unused():
+    layer = make_layer()
+    with torch.no_grad():
+        layer.router.weight.zero_()
+        layer.router.weight[2] = 5.0
+    check_layer(layer, torch.rand(9, 32, device=DEVICE) + 0.5)
+
+
+def test_layer_on_no_token_and_on_strides():
+    layer = make_layer()
+    check_layer(layer, random(0, 32))
+    check_layer(layer, random(2, 0, 32))
+    check_layer(layer, random(5, 64)[:, ::2])
+    check_layer(layer, random(32, 5).T)
+
+
+def test_layer_nan_token_stays_alone():
+    layer = make_layer()
+    x = random(6, 32)
+    with use_kernels("triton"):
+        clean = layer(x)
+        x[2, 3] = float("nan")
+        dirty = x.clone().requires_grad_()
+        y = layer(dirty)
+        y.sum().backward()
+    keep = [0, 1, 3, 4, 5]
+    assert y[2].isnan().all() and (y[keep] - clean[keep]).abs().max() < 1e-5
+    assert dirty.grad[keep].isfinite().all()
+
+
+def test_layer_token_mask():
+    layer = make_layer()
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 1], [0, 0, 0, 0]], device=DEVICE)
+    x = random(3, 4, 32)
+    check_layer(layer, x, mask)
+    x[mask == 0] = float("nan")
+    with use_kernels("triton"):
+        y = layer(x, mask)
+        y.sum().backward()
+    assert (y[mask == 0] == 0).all() and y.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+
+
+def test_selector_refuses_what_triton_cannot_run():
+    experts = bank(1, 24, 48, 2)
+    x = random(3, 24)
+    arguments = (x, x.new_ones(3, 1), x.new_ones(3, 2, dtype=torch.bool), experts.weights())
+    with use_kernels("triton"), pytest.raises(UserError, match="24"):
+        block_ffn(*arguments)
+    torch.testing.assert_close(block_ffn(*arguments), reference_block_ffn(*arguments))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dropout", [False, True])
+def test_trial_passes(dtype, dropout, recwarn):
+    x = random(4, 48, dtype=dtype)
+    weights = bank(2, 48, 64, 2, dtype=dtype).weights()
+    assert self_test.ffn_works(x, weights, dropout) and self_test.routing_works(x, 5, 4)
+    assert not [w for w in recwarn if "Triton is not used" in str(w.message)]
+
+
+@pytest.mark.parametrize("fault", ["wrong gradient", "NaN", "crash"])
+def test_trial_finds_a_faulty_kernel(fault, monkeypatch):
+    """Then plain torch is used, with a warning, instead of a wrong or broken kernel."""
+
+    def faulty(x, gates, blocks, weights, *rest):
+        if fault == "crash":
+            raise RuntimeError("out of resource: shared memory")
+        y = triton_block_ffn(x, gates, blocks, weights)
+        return y * float("nan") if fault == "NaN" else y.detach() + 1.1 * (y - y.detach())
+
+    monkeypatch.setattr(triton_ffn, "triton_block_ffn", faulty)
+    self_test._ffn_works.cache_clear()
+    with pytest.warns(UserWarning, match="Triton is not used for block-sparse experts"):
+        assert not self_test.ffn_works(random(4, 48), bank(2, 48, 64, 2).weights())
+    self_test._ffn_works.cache_clear()
+
+
+def test_trial_finds_wrong_counts(monkeypatch):
+    """Experts would compute the wrong rows."""
+
+    def faulty(*arguments):
+        offsets = scan_groups(*arguments)
+        return replace(offsets, totals=offsets.totals.roll(1, 0))
+
+    monkeypatch.setattr(triton_routing, "scan_groups", faulty)
+    self_test._routing_works.cache_clear()
+    with pytest.warns(UserWarning, match="Triton is not used for routing"):
+        assert not self_test.routing_works(random(4, 16), 4, 3)
+    self_test._routing_works.cache_clear()

@@ -191,13 +191,6 @@ def test_a_run_writes_its_folder(precision, tmp_path):
     assert scored["accuracy"] == pytest.approx(summary["test_accuracy"], abs=0.02 if precision == "bf16" else 1e-9)
 
 
-@pytest.fixture(scope="module")
-def small_run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("small")
-    run_ranks(1, train, str(folder), 10)
-    return folder
-
-
 def test_resume_without_a_checkpoint(tmp_path):
     with pytest.raises(UserError, match="checkpoint"):
         choose_folder(make_config(tmp_path, resume=True))

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.support.jobs import run_job
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.studies import benchmark
@@ -315,22 +316,9 @@ def test_sweeps(tmp_path):
 
 
 def test_command_line(tmp_path):
-    command = [
-        sys.executable,
-        str(ROOT / "launch/benchmark.py"),
-        "--tokens",
-        "32",
-        "--seconds",
-        "0.1",
-        "--shapes",
-        "vision",
-        "--threads",
-        "1",
-        "--output",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200)
-    assert done.returncode == 0, done.stderr
+    words = ["--tokens", "32", "--seconds", "0.1", "--shapes", "vision", "--threads", "1", "--output", str(tmp_path)]
+    job = run_job(tmp_path, 1, words, timeout=200, script="benchmark")
+    assert job.statuses == [0], job.output
     (result,) = json.loads((tmp_path / "benchmark.json").read_text())["layers"]
     rounds = {len(t[kind]) for t in result["timings"] for kind in ("forward", "training")}
     assert len(rounds) == 1 and rounds.pop() >= 3  # interleaved: all have as many

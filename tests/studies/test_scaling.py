@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import subprocess
 import sys
 import time
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from launch import scale
-from tests.support.jobs import ROOT
+from tests.support.jobs import run_job
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.runtime.local_ranks import check_world_size, run_local_ranks
 from unifmoe_dist.studies.scaling import grid as scaling
@@ -80,22 +79,12 @@ def test_a_failing_rank_takes_the_others_down(kind, error, words):
     assert time.monotonic() - started < 60  # rank 0 would sleep for 100 s
 
 
-def run_scale(*options):
-    return subprocess.run(
-        [sys.executable, str(ROOT / "launch" / "scale.py"), *map(str, options)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-
-
 def test_the_volume_table_takes_no_other_option():
     with pytest.raises(UserError, match="--ranks 2 would change nothing"):
         scale.main(["--ranks", "2", "--volume"])
 
 
-def test_sweep_measures_plots_and_continues(tmp_path):
+def test_sweep_measures_plots_and_continues(tmp_path, capsys):
     options = (
         "--experts",
         2,
@@ -115,10 +104,10 @@ def test_sweep_measures_plots_and_continues(tmp_path):
         "--output",
         tmp_path,
     )
-    first = run_scale(*options)
-    assert first.returncode == 0, first.stderr
-    assert "no cost model: a cost model needs at least 6 points" in first.stdout
-    assert "but of 2 that were measured 1 are held out to check it; measure 8 in all:" in first.stdout
+    scale.main([*map(str, options)])
+    printed = capsys.readouterr().out
+    assert "no cost model: a cost model needs at least 6 points" in printed
+    assert "but of 2 that were measured 1 are held out to check it; measure 8 in all:" in printed
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
     with (tmp_path / "scaling.csv").open() as handle:
         rows = list(csv.DictReader(handle))
@@ -149,8 +138,8 @@ def test_sweep_measures_plots_and_continues(tmp_path):
 
 
 def test_a_command_error_is_one_sentence(tmp_path):
-    result = run_scale("--predict", tmp_path)
-    assert result.returncode == 2 and "holds no study.json" in result.stderr and "Traceback" not in result.stderr
+    job = run_job(tmp_path, 1, ["--predict", str(tmp_path)], script="scale")
+    assert job.statuses == [2] and "holds no study.json" in job.output and "Traceback" not in job.output
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,12 @@ class Job:
         return "\n".join(self.outputs)
 
 
+def environment(**more: str) -> dict[str, str]:
+    """Of a command that is started as users do. DeepSpeed would load torch's compiler in every process of it."""
+    own = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    return {**os.environ, **own, **more}
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

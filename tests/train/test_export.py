@@ -8,8 +8,6 @@ import json
 import pickle
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.support.faults import SMALL
-from tests.support.jobs import ROOT, run_job
+from tests.support.jobs import run_job
 from tests.support.ranks import run_ranks
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.config import ModelConfig, TrainConfig
@@ -155,15 +153,6 @@ def test_another_data_root_is_refused_where_nothing_is_read(dense):
         own_task(dense, load_train_config(str(dense / "config.yaml")), Path("elsewhere"))
 
 
-LOAD = """
-import sys
-from unifmoe_dist.train.export import load_consolidated
-model = load_consolidated(sys.argv[1])
-import torch
-print(type(model).__name__, torch.distributed.is_initialized())
-"""
-
-
 def test_the_commands(sharded, tmp_path):
     path, folder = tmp_path / "model.safetensors", tmp_path / "folder"
     for script, output in (("consolidate", path), ("export", folder)):
@@ -175,8 +164,8 @@ def test_the_commands(sharded, tmp_path):
         tmp_path, 1, [str(sharded), "--output", str(tmp_path / "x"), "--checkpoint", "step-7"], script="consolidate"
     )
     assert absent.statuses == [2] and "it holds: best, latest, step-000002" in absent.output
-    done = subprocess.run([sys.executable, "-c", LOAD, str(path)], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.strip() == "VisionTransformer False", done.stderr
+    assert type(export.load_consolidated(path)).__name__ == "VisionTransformer"
+    assert not dist.is_initialized()  # one process, no DeepSpeed
 
 
 @pytest.mark.parametrize("name", ["sharded", "dense", "language"])

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.support.faults import SMALL, die, lines_about, on_call, words
-from tests.support.jobs import ROOT, free_port, run_job
+from tests.support.jobs import ROOT, environment, free_port, run_job
 from tests.support.training import tensors_of
 from unifmoe_dist.dispatch import alltoall
 from unifmoe_dist.errors import UserError
@@ -147,9 +147,10 @@ def test_under_a_launcher(launcher, how, tmp_path):
         "deepspeed": ["deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port", str(free_port())],
         "torchrun": ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())],
     }
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", *starts[launcher], str(script), *words(tmp_path)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, timeout=120)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), timeout=120
+    )
     expected = {"raise": "ValueError: the true cause", "early": "error: rank one alone knows better."}[how]
     assert done.returncode != 0 and done.stdout.count(expected) == 1, done.stdout
     assert "gloo" not in done.stdout

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.jobs import environment, run_job
 from tests.support.ranks import PLOTS, run_ranks
 from tests.support.training import make_config, train
 from unifmoe_dist.errors import UserError
@@ -183,11 +184,9 @@ def test_a_run_writes_its_folder(precision, tmp_path):
     assert load_train_config(str(folder / "config.yaml")).parallel.precision == precision
     with pytest.raises(UserError, match="--resume"):
         choose_folder(make_config(folder))
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
-    command = [sys.executable, str(ROOT / "launch/evaluate.py"), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
-    scored = json.loads(done.stdout[done.stdout.index("{") :])
+    done = run_job(tmp_path, 1, [str(folder)], script="evaluate")
+    assert done.statuses == [0], done.output
+    scored, _ = json.JSONDecoder().raw_decode(done.output[done.output.index("{") :])
     assert scored["accuracy"] == pytest.approx(summary["test_accuracy"], abs=0.02 if precision == "bf16" else 1e-9)
 
 
@@ -261,11 +260,10 @@ def test_models_that_do_not_fit(small_run):
 
 
 def test_two_ranks_print_an_error_once_and_exit_non_zero(tmp_path):
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
     for words, expected in ((["--model.num_exprts", "4"], "num_exprts"), (["--model.layers", "[77]"], "77")):
         command = [*launcher, str(ROOT / "launch/train.py"), "--output", str(tmp_path / expected), *words]
-        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, cwd=tmp_path)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120, cwd=tmp_path)
         output = done.stdout + done.stderr
         assert done.returncode != 0
         assert len([line for line in output.splitlines() if line.startswith("error:")]) == 1, output

@@ -1,7 +1,7 @@
-"""Functions that torch.compile leaves alone, without what `torch.compiler.disable` costs everybody at import.
+"""Functions that only run eagerly: torch.compile leaves them alone, and they may look at who has called them.
 
-That decorator imports torch._dynamo where it stands: seconds for every program that uses this package, few of which
-compile anything.
+The decorator `torch.compiler.disable` imports torch._dynamo where it stands: seconds for every program that uses this
+package, few of which compile anything.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -36,3 +37,13 @@ def not_compiled(function: F) -> F:
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]  # a compiled caller breaks its graph here
     return call  # type: ignore[return-value]
+
+
+def called_by(matches: Callable[[CodeType], bool]) -> bool:
+    """Whether a function whose code matches is among those that have called the caller."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if matches(frame.f_code):
+            return True
+        frame = frame.f_back
+    return False

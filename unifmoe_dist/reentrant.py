@@ -7,14 +7,12 @@ static graph it takes both, but the first step's gradients came out wrong on two
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from unifmoe_dist.eager import not_compiled
+from unifmoe_dist.eager import called_by, not_compiled
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.usage import recomputing
 
@@ -30,13 +28,7 @@ def note_first_pass(layer: Any) -> None:
 
 def _inside_function() -> bool:
     """Whether the forward of some `torch.autograd.Function` has called us, as reentrant checkpointing does."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "forward" and code.co_varnames[:1] == ("ctx",):
-            return True
-        frame = frame.f_back
-    return False
+    return called_by(lambda code: code.co_name == "forward" and code.co_varnames[:1] == ("ctx",))
 
 
 def refuse_second_gradient(layer: Any, parameter: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from unifmoe_dist.eager import not_compiled
+from unifmoe_dist.eager import called_by, not_compiled
 from unifmoe_dist.errors import UserError
 
 
@@ -44,12 +44,7 @@ def _refusal(who: str) -> UserError:
 def _inside_deepspeed() -> bool:
     """Whether an engine of DeepSpeed has called us; it leaves no mark on the modules that it runs."""
     engine: Any = sys.modules.get("deepspeed.runtime.engine")
-    frame = sys._getframe(1) if engine is not None else None
-    while frame is not None:
-        if frame.f_code.co_filename == engine.__file__:
-            return True
-        frame = frame.f_back
-    return False
+    return engine is not None and called_by(lambda code: code.co_filename == engine.__file__)
 
 
 # What a tensor's copies are made with; all else gives plain tensors.

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from unifmoe_dist.runtime import interrupts
+from unifmoe_dist.runtime import signals
 from unifmoe_dist.studies.report.compare import comparison_table
 from unifmoe_dist.train.cli import run_main
 
@@ -26,7 +26,7 @@ def launch(folder: Path, options: Sequence[str]) -> None:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // CPU_RANKS)))
         command += ["--num_accelerators", str(CPU_RANKS)]
     command += [str(Path(__file__).with_name("train.py")), *options, "--output", str(folder)]
-    status = interrupts.wait_for(command, environment)
+    status = signals.wait_for(command, environment)
     if status or not (folder / "summary.json").is_file():  # a run that was told to stop has saved and ends with 0
         sys.exit(status)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from unifmoe_dist import saved_models
-from unifmoe_dist.runtime import interrupts  # noqa: F401  the first acts at once
+from unifmoe_dist.runtime import signals  # noqa: F401  the first acts at once
 
 if TYPE_CHECKING:
     from unifmoe_dist.config import UniFMoEConfig

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 
-from unifmoe_dist.runtime.interrupts import let_pass
+from unifmoe_dist.runtime.signals import let_pass
 
 
 def main() -> None:

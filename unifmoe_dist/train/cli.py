@@ -6,10 +6,11 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields, is_dataclass
+from functools import partial
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import get_args
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
@@ -17,10 +18,11 @@ from unifmoe_dist import resources
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.leaving import leave_if_joined
-from unifmoe_dist.runtime import failure, heartbeat, interrupts, terminal
+from unifmoe_dist.runtime import failure, heartbeat, signals, terminal
 from unifmoe_dist.train.old_runs import unwritten_words
-from unifmoe_dist.train.option_errors import one_sentence
+from unifmoe_dist.train.option_errors import mistake_in_file, mistake_in_words
 from unifmoe_dist.train.option_files import check_file
+from unifmoe_dist.train.option_list import options as every_option
 from unifmoe_dist.train.run import resumes
 
 
@@ -64,17 +66,33 @@ def parse_train_config(arguments: Sequence[str], prog: str | None = None) -> Tra
             _read_alone(parser, saved)
             parsed = parser.parse_args(["--config", str(saved), *unwritten_words(saved), *words])
     except (ArgumentError, ImportError, UnicodeDecodeError) as error:  # a value names a module; a file is no text
-        raise UserError(one_sentence(str(error), _names(parser))) from error
+        mistake = mistake_in_words(words, _names(parser), partial(_fits, parser))
+        raise UserError(mistake or _as_it_is(error)) from error
     return as_config(parser, parsed)
 
 
 def _read_alone(parser: ArgumentParser, path: Path) -> Namespace:
     """The options of a file and the defaults of others; mistakes are said with the file's name."""
-    lines = check_file(path, _names(parser))
+    lines, values = check_file(path, _names(parser))
     try:
         return parser.parse_args(["--config", str(path)])
     except (ArgumentError, ImportError) as error:
-        raise UserError(one_sentence(str(error), _names(parser), path, lines)) from error
+        mistake = mistake_in_file(path, values, lines, partial(_fits, parser))
+        raise UserError(mistake or f"{path}: {_as_it_is(error)}") from error
+
+
+def _fits(parser: ArgumentParser, name: str, value: str) -> bool:
+    """Whether the parser takes a value for an option."""
+    try:
+        parser.parse_args([f"--{name}={value}"])
+    except (ArgumentError, ImportError):
+        return False
+    return True
+
+
+def _as_it_is(error: Exception) -> str:
+    """The parser's own words."""
+    return f"{' '.join(str(error).split()).rstrip('.')}; see --help for every option."
 
 
 def _names(parser: ArgumentParser) -> list[str]:
@@ -120,15 +138,13 @@ def as_config(parser: ArgumentParser, parsed: Namespace) -> TrainConfig:
 def dump_train_config(config: TrainConfig) -> str:
     """The configuration as YAML, every field written out."""
     parser = train_parser()
-    from dataclasses import asdict
-
     return parser.dump(parser.parse_object(asdict(config)), skip_none=False)
 
 
 def _tidy(arguments: Sequence[str]) -> list[str]:
     """Drop the --local_rank that launchers add, let switches stand alone, and find configurations that are shipped."""
     words = [word for word in arguments if not word.startswith(("--local_rank", "--local-rank"))]
-    switches = set(_switches(TrainConfig))
+    switches = {option.name for option in every_option() if bool in (option.type, *get_args(option.type))}
     alone = [i + 1 == len(words) or words[i + 1].startswith("-") for i in range(len(words))]
     for i, word in enumerate(words):
         if word.removeprefix("--") in switches and alone[i]:
@@ -143,23 +159,13 @@ def _tidy(arguments: Sequence[str]) -> list[str]:
     return words
 
 
-def _switches(group: type, prefix: str = "") -> Iterator[str]:
-    """Names of the options that are true or false."""
-    types = get_type_hints(group)
-    for field in fields(group):
-        if is_dataclass(field.default_factory):
-            yield from _switches(types[field.name], f"{field.name}.")
-        elif types[field.name] is bool or bool in get_args(types[field.name]):
-            yield prefix + field.name
-
-
 def run_main(main: Callable[[Sequence[str]], None]) -> None:
     """Run a command. A UserError prints one sentence, once per node, and exits with status 2 without a traceback.
 
     Any other error prints its traceback and exits with status 1 at once, and takes the other ranks down instead of
     letting them wait for this one. Where nobody reads on, as after `| head`, a command ends without a word.
     """
-    interrupts.imported()
+    signals.imported()
     terminal.prepare()
     try:
         try:

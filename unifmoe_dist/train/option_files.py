@@ -5,7 +5,7 @@ A file is looked at before the parser reads it: what the parser says about a fil
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import yaml
@@ -15,15 +15,15 @@ from unifmoe_dist.train.option_errors import nearest
 from unifmoe_dist.train.option_list import options as every_option
 
 
-def check_file(path: Path, options: Sequence[str]) -> dict[str, int]:
-    """Look at a file's form and names; its values are for the parser.
+def check_file(path: Path, options: Collection[str]) -> tuple[dict[str, int], dict[str, str]]:
+    """Look at a file's form and names; whether its values fit is for the parser.
 
     Args:
         path: A file that exists.
         options: Dotted names of all options.
 
     Returns:
-        The line, from 1, on which each option stands, by its dotted name.
+        The line, from 1, on which each option stands, and its value as written, by its dotted name.
 
     Raises:
         UserError: it is empty, no YAML or no list of options; an option does not exist or is given twice.
@@ -36,6 +36,7 @@ def check_file(path: Path, options: Sequence[str]) -> dict[str, int]:
     groups = {option[:end] for option in options for end, letter in enumerate(option) if letter == "."}
     with_value = {option.name for option in every_option() if not option.may_be_null}
     lines: dict[str, int] = {}
+    values: dict[str, str] = {}
     for name, value, line in _names(root, "", groups):
         place = f"{path}, line {line}:"
         if name not in options and name not in groups:
@@ -48,7 +49,9 @@ def check_file(path: Path, options: Sequence[str]) -> dict[str, int]:
         if name in with_value and value.tag == "tag:yaml.org,2002:null":
             raise UserError(f"{place} {name} must have a value, not {_shown(value)}; leave it out for the default.")
         lines[name] = line
-    return lines
+        if name not in groups:
+            values[name] = value.value if isinstance(value, yaml.ScalarNode) else yaml.serialize(value)
+    return lines, values
 
 
 def _read(path: Path) -> yaml.Node | None:

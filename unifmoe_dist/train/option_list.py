@@ -37,7 +37,12 @@ class Option:
     @property
     def values(self) -> str:
         """What it may be, in words."""
-        return " or ".join(dict.fromkeys(_values(self.type)))
+        return " or ".join(words_of(self.type))
+
+
+def words_of(kind: Any) -> list[str]:
+    """What a value of a type may be, each in words."""
+    return list(dict.fromkeys(_values(kind)))
 
 
 def _values(kind: Any) -> Iterator[str]:

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from tests.support.jobs import ROOT
-from unifmoe_dist.runtime import interrupts
+from unifmoe_dist.runtime import signals
 from unifmoe_dist.runtime.signals import StopSignals
 
 SLOW = "import time\nprint('importing', flush=True)\ntime.sleep(60)\n"
@@ -51,7 +51,7 @@ def test_while_a_command_imports_what_it_needs(tmp_path):
 def test_a_users_own_program_keeps_its_interrupts(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/somewhere/train.py"])
     before = signal.getsignal(signal.SIGINT)
-    interrupts.while_importing()
+    signals.while_importing()
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -86,7 +86,7 @@ time.sleep(60)
 
 def test_a_command_waits_for_a_program_that_is_interrupted_with_it():
     before = signal.getsignal(signal.SIGINT)
-    assert interrupts.wait_for([sys.executable, "-c", WAITS], dict(os.environ)) == 3
+    assert signals.wait_for([sys.executable, "-c", WAITS], dict(os.environ)) == 3
     assert signal.getsignal(signal.SIGINT) is before
 
 

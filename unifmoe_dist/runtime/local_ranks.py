@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -119,9 +120,9 @@ class LocalRanks:
         if not self._processes:
             self._start()
         try:
-            port = free_port()
+            job = pickle.dumps((free_port(), function, args))  # not the pipe's own way: tensors would go as handles
             for pipe in self._pipes:
-                pipe.send((port, function, args))
+                pipe.send_bytes(job)
             return self._collect(timeout)
         except BaseException:
             self._end()

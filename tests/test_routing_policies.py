@@ -17,7 +17,7 @@ from unifmoe_dist import UniFMoEConfig, upcycle
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.train import export
 from unifmoe_dist.train.cli import parse_train_config
-from unifmoe_dist.train.trainer import choose_folder
+from unifmoe_dist.train.folder import choose_folder
 from unifmoe_dist.upcycling import moe_layers
 
 ALL = dict(shared_demand=0.4, fixed_experts=2, block_choice="prefix")

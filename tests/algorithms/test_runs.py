@@ -20,7 +20,8 @@ from unifmoe_dist.runtime.ranks import Ranks, running_ranks
 from unifmoe_dist.train import build, checkpoint, export
 from unifmoe_dist.train.cli import load_train_config
 from unifmoe_dist.train.evaluate import evaluate
-from unifmoe_dist.train.trainer import Trainer, choose_folder
+from unifmoe_dist.train.folder import choose_folder
+from unifmoe_dist.train.trainer import Trainer
 
 # -- runs ---------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.studies.run_report import load_run
 from unifmoe_dist.train.cli import load_train_config, parse_train_config
 from unifmoe_dist.train.export import export, load_exported
-from unifmoe_dist.train.trainer import choose_folder
+from unifmoe_dist.train.folder import choose_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*results cannot be compared")
 

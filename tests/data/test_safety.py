@@ -33,6 +33,7 @@ from unifmoe_dist.train import checkpoint
 from unifmoe_dist.train.checkpoint import _sha256
 from unifmoe_dist.train.cli import load_train_config, parse_train_config
 from unifmoe_dist.train.export import FORMAT, load_consolidated, load_exported
+from unifmoe_dist.train.random_state import random_state
 
 
 class Trap:
@@ -176,7 +177,7 @@ def test_a_checkpoint_with_a_pickle_in_it(name, make, written, sprung):
 
 @pytest.mark.parametrize("position", [-1.0, 625.0, 1e9, float("nan"), float("inf")])
 def test_generator_states_that_point_outside_their_memory(position, written):
-    state = checkpoint._random_state()
+    state = random_state()
     state["numpy_rest"][0] = position
     save_file(state, written.folder / "random-00000.safetensors")
     written.replace("random-00000.safetensors", (written.folder / "random-00000.safetensors").read_bytes())
@@ -188,7 +189,7 @@ def test_generator_states_that_point_outside_their_memory(position, written):
 @pytest.mark.parametrize("key", ["python", "numpy", "numpy_rest", "torch"])
 def test_generator_states_that_are_not(key, written):
     for other in (torch.zeros(3), torch.zeros(624, dtype=torch.int64), None):
-        state = {**checkpoint._random_state(), key: other}
+        state = {**random_state(), key: other}
         path = written.folder / "random-00000.safetensors"
         save_file({name: tensor for name, tensor in state.items() if tensor is not None}, path)
         written.replace(path.name, path.read_bytes())

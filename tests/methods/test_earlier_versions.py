@@ -17,7 +17,7 @@ from unifmoe_dist.train import checkpoint
 from unifmoe_dist.train.build import layer_options
 from unifmoe_dist.train.cli import dump_train_config, load_train_config, parse_train_config
 from unifmoe_dist.train.epochs import in_steps
-from unifmoe_dist.train.trainer import Trainer
+from unifmoe_dist.train.step import TrainingStep
 
 
 def config_of(task, method):
@@ -109,9 +109,7 @@ def test_a_checkpoint_with_windows_of_another_length_is_taken(tmp_path):
 def test_layers_are_told_how_long_an_epoch_is(monkeypatch):
     told = []
     layer = SimpleNamespace(after_step=lambda step: told.append((step.step, step.epoch_steps)) or [])
-    monkeypatch.setattr("unifmoe_dist.train.optimizer_state.take_over", lambda engine, changes: None)
-    trainer = SimpleNamespace(
-        step=5, epoch_steps=7, layers={"a": layer}, engine=None, ranks=SimpleNamespace(all_sum=None)
-    )
-    Trainer._after_step(trainer, ({}, torch.zeros(1)))
+    monkeypatch.setattr("unifmoe_dist.train.deepspeed.take_over", lambda engine, changes: None)
+    step = SimpleNamespace(epoch_steps=7, layers={"a": layer}, engine=None, ranks=SimpleNamespace(all_sum=None))
+    TrainingStep.after_step(step, ({}, torch.zeros(1)), 5)
     assert told == [(5, 7)]

@@ -20,7 +20,7 @@ from unifmoe_dist.dispatch import alltoall
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.layer import UniFMoELayer
 from unifmoe_dist.runtime.watchdog import Watchdog
-from unifmoe_dist.train import checkpoint, evaluate
+from unifmoe_dist.train import checkpoint, evaluate, files
 from unifmoe_dist.train.batches import TrainBatches
 
 # -- one rank fails -----------------------------------------------------------------------------------------------
@@ -30,7 +30,7 @@ PLACES = {
     "forward": (UniFMoELayer, "forward", 5),
     "dispatch": (alltoall._AllToAllExchange, "arrivals", 5),
     "evaluation": (evaluate, "evaluation_batches", 2),
-    "save": (checkpoint, "save_file", 2),
+    "save": (files, "save_file", 2),
 }
 
 

@@ -9,7 +9,7 @@ from tests.support.training import make_config
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.train.cli import dump_train_config, load_train_config, parse_train_config
-from unifmoe_dist.train.trainer import choose_folder
+from unifmoe_dist.train.folder import choose_folder
 
 # -- errors -------------------------------------------------------------------------------------------------------
 

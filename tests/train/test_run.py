@@ -15,7 +15,7 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.runtime.ranks import Ranks
 from unifmoe_dist.train import run as restart
 from unifmoe_dist.train.cli import parse_train_config
-from unifmoe_dist.train.trainer import choose_folder
+from unifmoe_dist.train.folder import choose_folder
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 

@@ -16,10 +16,12 @@ from tests.support.ranks import PLOTS, run_ranks
 from tests.support.training import make_config, train
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.runtime.ranks import Ranks, running_ranks, seed_everything
+from unifmoe_dist.studies.training_plots import draw_finished
 from unifmoe_dist.train import build, checkpoint
 from unifmoe_dist.train.batches import TrainBatches
 from unifmoe_dist.train.cli import dump_train_config, load_train_config, parse_train_config
-from unifmoe_dist.train.trainer import Trainer, choose_folder
+from unifmoe_dist.train.folder import choose_folder
+from unifmoe_dist.train.trainer import Trainer
 from unifmoe_dist.upcycling import moe_layers
 
 ROOT = Path(__file__).parents[2]
@@ -167,7 +169,10 @@ def whole_run(rank, world, folder, **options):
     os.environ[PLOTS] = "1"
     config = make_config(folder, steps=10, optimizer="adamw", **options)
     with running_ranks(config.parallel.expert_parallel_size, config.parallel.expert_placement) as ranks:
-        return Trainer(config, ranks, Path(folder)).fit()
+        summary = Trainer(config, ranks, Path(folder)).fit()
+    if rank == 0:
+        draw_finished(Path(folder))
+    return summary
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +17,7 @@ import torch.distributed as dist
 from unifmoe_dist.config import ParallelConfig
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.leaving import note_joined
-from unifmoe_dist.runtime import compiling, failure, launchers, network, rendezvous
+from unifmoe_dist.runtime import failure, launchers, network, rendezvous
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,8 @@ class Ranks:
         world_size: Number of ranks.
         device: Device of this rank.
         expert_group: Ranks that share one set of residual experts; None when every rank holds all.
-        expert_group_name: DeepSpeed's name of that grouping.
+        replica_group: Ranks that hold the same residual experts as this one; None where expert_group is.
+        expert_group_name: Name of the division of all ranks into such groups.
         expert_rank: Rank inside expert_group.
         expert_replica: Which copy of the set of experts this rank belongs to.
     """
@@ -40,6 +39,7 @@ class Ranks:
     world_size: int
     device: torch.device
     expert_group: dist.ProcessGroup | None = None
+    replica_group: dist.ProcessGroup | None = None
     expert_group_name: str | None = None
     expert_rank: int = 0
     expert_replica: int = 0
@@ -102,13 +102,6 @@ def running_ranks(
     A program ends with `unifmoe_dist.leaving.leave`, as `run_main` does: the interpreter's own end may abort on gloo,
     after the work has succeeded.
     """
-    if not torch.accelerator.is_available():
-        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it misses CUDA where there is none
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no other
-    import deepspeed
-    from deepspeed.utils import groups, logger
-
-    logger.setLevel("WARNING")
     launchers.identify()
     launchers.find_master()
     cuda = torch.cuda.is_available()
@@ -123,35 +116,24 @@ def running_ranks(
     timeout = timedelta(seconds=timeout_s)
     if not cuda:
         network.choose_interface()
-    backend = "nccl" if cuda else "gloo"
     try:
-        if not dist.is_initialized() and (store := rendezvous.own_store(timeout)) is not None:
+        if not dist.is_initialized():
+            size = int(os.environ["WORLD_SIZE"])
             dist.init_process_group(
-                backend,
-                store=store,
+                "nccl" if cuda else "gloo",
+                store=rendezvous.own_store(timeout),
                 rank=int(os.environ["RANK"]),
-                world_size=int(os.environ["WORLD_SIZE"]),
+                world_size=size,
                 timeout=timeout,
-                device_id=device if cuda else None,
+                device_id=device if cuda and size > 1 else None,
             )
-        # DeepSpeed prints on standard output, which is the command's own.
-        with compiling.announced(compiling.SHARED_MEMORY), redirect_stdout(sys.stderr):
-            deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
     except (dist.DistError, RuntimeError) as error:
         raise _not_joined(error, timeout_s) from error
     note_joined()
     place = Ranks(dist.get_rank(), dist.get_world_size(), device)
     try:
         if expert_parallel_size > 1:
-            name = f"ep_size_{expert_parallel_size}"
-            far = placement == "far"
-            groups._create_expert_and_data_parallel(expert_parallel_size, use_data_before_expert_parallel_=far)
-            group = groups._get_expert_parallel_group(name)
-            replicas = groups._get_expert_data_parallel_group(name)
-            for own in (group, replicas):  # DeepSpeed makes them with torch's default
-                _set_timeout(timeout, own)
-            replica = dist.get_rank(replicas)
-            place = Ranks(place.rank, place.world_size, device, group, name, dist.get_rank(group), replica)
+            place = _with_experts(place, expert_parallel_size, placement, timeout)
         with failure.watched(place, host_timeout_s):
             yield place
             place.barrier()
@@ -161,9 +143,23 @@ def running_ranks(
         dist.destroy_process_group()
 
 
-def _set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
-    change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # the former since torch 2.14
-    change(timeout, group)
+def _with_experts(place: Ranks, size: int, placement: str, timeout: timedelta) -> Ranks:
+    """The place with its groups; every rank makes all groups, as torch demands."""
+    order = torch.arange(place.world_size)
+    members = order.view(size, -1).T if placement == "far" else order.view(-1, size)  # a row holds one set of experts
+    own: list[Any] = []
+    for rows in (members.tolist(), members.T.tolist()):
+        groups = [(dist.new_group(row, timeout=timeout), row) for row in rows]
+        own += [(group, row.index(place.rank)) for group, row in groups if place.rank in row]
+    (experts, expert_rank), (replicas, replica) = own
+    return replace(
+        place,
+        expert_group=experts,
+        replica_group=replicas,
+        expert_group_name=f"ep_size_{size}",
+        expert_rank=expert_rank,
+        expert_replica=replica,
+    )
 
 
 def _not_joined(error: Exception, seconds: int) -> Exception:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,3 +35,12 @@ def plot_run(folder: Path) -> list[Path]:
     if validation and validation[-1]["layers"]:
         written.append(save(usage_figure(validation[-1]), plots / "usage.png"))
     return written
+
+
+def draw_finished(folder: Path) -> None:
+    """`plot_run` of a run that has just finished, which does not fail for want of its plots."""
+    try:
+        plot_run(folder)
+    except Exception as error:  # a backend of matplotlib, fonts, the disk
+        why = " ".join(str(error).split())
+        print(f"warning: the plots could not be drawn ({why}); everything else is saved", file=sys.stderr)

@@ -12,7 +12,7 @@ from torch import nn
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.task import TaskData
 from unifmoe_dist.runtime.ranks import Ranks
-from unifmoe_dist.train import build
+from unifmoe_dist.train import build, deepspeed
 
 
 def first_lines(
@@ -63,7 +63,7 @@ def _what(config: TrainConfig, ranks: Ranks, model: nn.Module) -> str:
     size = config.expert_parallel_size(ranks.world_size)
     for parameter in model.parameters():
         own += parameter.numel()
-        whole += parameter.numel() * (1 if getattr(parameter, "allreduce", True) else size)
+        whole += parameter.numel() * (size if deepspeed.is_sharded(parameter) else 1)
     here = f" ({own:,} on each rank)" if own != whole else ""
     chosen = config.model
     if chosen.moe == "none":

@@ -1,9 +1,8 @@
-"""From a configuration to the task, the model, the optimiser and DeepSpeed's own configuration."""
+"""From a configuration to the task, the model, the training algorithm and the optimiser."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -17,8 +16,8 @@ from unifmoe_dist.data.task import TaskData
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods import LayerOptions, upcycle_baseline
 from unifmoe_dist.methods.mass_schedule import LANGUAGE, SHORT, VISION, MASSRecipe, mass_schedule
-from unifmoe_dist.runtime import compiling
 from unifmoe_dist.runtime.ranks import Ranks
+from unifmoe_dist.train import deepspeed
 from unifmoe_dist.upcycling import moe_layers, upcycle
 
 
@@ -241,16 +240,6 @@ def build_algorithm(config: TrainConfig, task: TaskData, ranks: Ranks | None = N
     return kind(make_model(), environments, task.num_classes, config.algorithm, make_model)
 
 
-def mark_experts(model: nn.Module, ranks: Ranks) -> None:
-    """Tell DeepSpeed which parameters differ between the ranks of an expert-parallel group."""
-    if ranks.expert_group is None:
-        return
-    for layer in moe_layers(model).values():
-        for parameter in layer.experts.parameters():
-            parameter.allreduce = False  # type: ignore[attr-defined]
-            parameter.group_name = ranks.expert_group_name  # type: ignore[attr-defined]
-
-
 def parameter_groups(
     model: nn.Module, weight_decay: float, expert_group_name: str | None = None, decay: str = "matrices"
 ) -> list[dict[str, Any]]:
@@ -262,7 +251,7 @@ def parameter_groups(
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             plain = ".router." in f".{name}" or name.endswith("bias") or parameter.ndim < 2
-            kind = decay == "all" or not plain, not getattr(parameter, "allreduce", True)
+            kind = decay == "all" or not plain, deepspeed.is_sharded(parameter)
             kinds.setdefault(kind, []).append(parameter)
     groups = []
     for (decayed, sharded), parameters in kinds.items():
@@ -280,11 +269,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module, ranks: Ranks) -> torc
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)
     if config.parallel.offload_optimizer:
-        # Compiled at first use, and several times as fast on a CPU as torch's.
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        with compiling.announced(compiling.CPU_ADAM):
-            return DeepSpeedCPUAdam(groups, lr=optim.lr, betas=optim.betas, adamw_mode=optim.name == "adamw")
+        return deepspeed.cpu_adam(groups, optim)
     kind = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
     return kind(groups, lr=optim.lr, betas=optim.betas)
 
@@ -297,52 +282,3 @@ def build_schedule(config: TrainConfig) -> Callable[[torch.optim.Optimizer], tor
     return lambda optimizer: get_scheduler(
         name, optimizer, num_warmup_steps=config.optim.warmup_steps, num_training_steps=config.steps
     )
-
-
-REDUCE_BUCKET = 500_000_000
-"""DeepSpeed's own `reduce_bucket_size`, in elements."""
-
-
-def reduce_bucket(model: nn.Module) -> int:
-    """Elements of ZeRO's gradient bucket: no more than there are gradients.
-
-    It is allocated whole in every backward pass, and DeepSpeed's default takes 2 GB in float32 for a model of any size.
-    """
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return max(1, min(REDUCE_BUCKET, trained))
-
-
-def deepspeed_config(
-    config: TrainConfig, folder: Path, world_size: int, environments: int, bucket: int = REDUCE_BUCKET
-) -> dict[str, Any]:
-    """DeepSpeed's configuration.
-
-    Args:
-        config: The run's configuration.
-        folder: The run's folder.
-        world_size: Number of ranks.
-        environments: Multiplies the batch, which is given per environment.
-        bucket: `reduce_bucket` of what is trained.
-    """
-    accumulation = config.parallel.gradient_accumulation
-    batch = config.data.batch_size * environments
-    result: dict[str, Any] = {
-        "train_batch_size": batch,
-        "train_micro_batch_size_per_gpu": batch // world_size // accumulation,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": config.optim.grad_clip,
-        "zero_optimization": {
-            "stage": config.parallel.zero_stage,
-            "reduce_bucket_size": bucket,
-            "offload_optimizer": {"device": "cpu" if config.parallel.offload_optimizer else "none"},
-        },
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 2**31,
-        "tensorboard": {"enabled": True, "output_path": str(folder / "tensorboard"), "job_name": "train"},
-    }
-    if config.parallel.precision == "bf16":
-        result["bf16"] = {"enabled": True}
-    elif config.parallel.precision == "fp16":
-        result["fp16"] = {"enabled": True, "initial_scale_power": 12}
-    return result

@@ -22,47 +22,29 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BIASES, bias_like
 from unifmoe_dist.runtime.ranks import Ranks
-from unifmoe_dist.train import optimizer_state
+from unifmoe_dist.train import deepspeed
+from unifmoe_dist.train.files import flush, save_tensors, write_text
+from unifmoe_dist.train.random_state import random_state, restore_random_state
 from unifmoe_dist.train.rank_sums import keep_on_first_rank, sum_over_ranks
 from unifmoe_dist.upcycling import moe_layers
 
 FORMAT = 1
 EXTRA = "algorithm"
 """Marks files, and tensors, of modules that only training needs."""
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a file in one step: a reader sees the old text or the new, never a part, even after a power failure."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")  # whatever the locale: reports hold Greek letters
-    flush(temporary)
-    os.replace(temporary, path)
-    flush(path.parent)
-
-
-def flush(path: Path) -> None:
-    """Have a file's contents, or a folder's names, on the disk before going on."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 Places = dict[str, tuple[str, int, int]]
@@ -122,7 +104,7 @@ def save(
             temporary.mkdir(parents=True)
     ranks.barrier()
 
-    mine = {f"random-{ranks.rank:05d}": _random_state(), **_files(model, engine, ranks)}
+    mine = {f"random-{ranks.rank:05d}": random_state(), **_files(model, engine, ranks)}
     if extra is not None and any(True for _ in extra.parameters()):
         for stem, tensors in _files(extra, engine, ranks).items():
             mine[f"{EXTRA}-{stem}"] = {f"{EXTRA}.{name}": tensor for name, tensor in tensors.items()}
@@ -136,8 +118,14 @@ def save(
     written = ranks.gather(entries)  # also a barrier: everything is on the disk
     if ranks.rank == 0:
         with _explained(final):
-            details = _layout_free_state(engine, schedule)
-            record = {**progress, "format": FORMAT, "world_size": ranks.world_size, **details}
+            record = {
+                **progress,
+                "format": FORMAT,
+                "world_size": ranks.world_size,
+                "lr": schedule.get_last_lr()[0],
+                "schedule": {k: v for k, v in schedule.state_dict().items() if isinstance(v, (int, float))},
+                **deepspeed.collect_scalars(engine),
+            }
             write_text(temporary / "progress.json", json.dumps(record, indent=1))
             files = {name: entry for part in written for name, entry in part.items()}
             files["progress.json"] = _entry(temporary / "progress.json")
@@ -155,7 +143,7 @@ def save(
 def _files(model: nn.Module, engine: Any, ranks: Ranks) -> dict[str, dict[str, Tensor]]:
     """The contents of the files that this rank writes for a model, by stem; collective."""
     experts = set(expert_names(model)) if ranks.expert_group is not None else set()
-    states = optimizer_state.collect(engine, model)
+    states = deepspeed.collect(engine, model)
     weights = {name: t.detach().cpu() for name, t in model.state_dict().items()}
     sum_over_ranks(model, weights, ranks)
     files: dict[str, dict[str, Tensor]] = {}
@@ -166,14 +154,6 @@ def _files(model: nn.Module, engine: Any, ranks: Ranks) -> dict[str, dict[str, T
         stem = f"experts-{first:03d}-{first + count:03d}"
         files.update(_pair(stem, model, weights, states, experts.__contains__))
     return files
-
-
-def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file that whoever may read other new files may read; the library's own are private."""
-    save_file(tensors, path, metadata)
-    mask = os.umask(0)
-    os.umask(mask)
-    path.chmod(0o666 & ~mask)
 
 
 @contextmanager
@@ -187,16 +167,6 @@ def _explained(final: Path) -> Iterator[None]:
         raise UserError(
             f"checkpoint {final} could not be written ({error}): free space or choose another --output{kept}."
         ) from error
-
-
-def _layout_free_state(engine: Any, schedule: Any) -> dict[str, Any]:
-    scaler = getattr(engine.optimizer, "loss_scaler", None)
-    return {
-        "optimizer_scalars": optimizer_state.collect_scalars(engine),
-        "lr": schedule.get_last_lr()[0],
-        "schedule": {k: v for k, v in schedule.state_dict().items() if isinstance(v, (int, float))},
-        "loss_scaler": {k: v for k, v in vars(scaler).items() if isinstance(v, (int, float))} if scaler else {},
-    }
 
 
 def _pair(
@@ -359,7 +329,7 @@ def load(
                     kind: _shaped(tensors.read_for(places, name, start, f"/{kind}"), name, parameter) for kind in kinds
                 }
                 states[parameter] = state
-    optimizer_state.restore(engine, states, progress["optimizer_scalars"])
+    deepspeed.restore(engine, states, progress)
     # One rate for all groups: their number differs between layouts, as sharded experts form groups of their own.
     rate, groups = progress["lr"], engine.optimizer.param_groups
     known = schedule.state_dict()  # a name that it does not have would become an attribute of the schedule
@@ -367,50 +337,16 @@ def load(
     schedule.load_state_dict({**known, **saved, "_last_lr": [rate for _ in groups]})
     for group in groups:
         group["lr"] = rate
-    scaler = getattr(engine.optimizer, "loss_scaler", None)
-    if scaler is not None:  # without ZeRO there is none, whatever wrote the checkpoint
-        for key, value in progress["loss_scaler"].items():
-            if key in vars(scaler):
-                setattr(scaler, key, value)
     own_random = folder / f"random-{ranks.rank:05d}.safetensors"
     if own_random.is_file() and progress["world_size"] == ranks.world_size:
         try:
-            _restore_random_state(load_file(own_random))
+            restore_random_state(load_file(own_random))
         except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise UserError(
                 f"{own_random} holds no state of random generators ({error}); the checkpoint is damaged: start anew, "
                 f"or write another one's name into {folder.parent / 'latest'}."
             ) from error
     return progress
-
-
-def _random_state() -> dict[str, Tensor]:
-    version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
-    del version, name
-    state = {
-        "python": torch.tensor(words, dtype=torch.int64),
-        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-        "numpy": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
-        "numpy_rest": torch.tensor([position, has_gauss, cached], dtype=torch.float64),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _restore_random_state(state: dict[str, Tensor]) -> None:
-    gauss = state["python_gauss"].tolist()
-    position, has_gauss, cached = state["numpy_rest"].tolist()
-    keys = state["numpy"].numpy().astype(np.uint32)
-    if not 0 <= position <= len(keys):
-        raise ValueError(f"position {position:g} of {len(keys)}")  # NumPy would read there, outside its memory
-    random.setstate((3, tuple(state["python"].tolist()), gauss[0] if gauss else None))
-    np.random.set_state(("MT19937", keys, int(position), int(has_gauss), cached))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 def _order(name: str) -> tuple[int, str]:

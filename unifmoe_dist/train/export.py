@@ -30,6 +30,7 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods import LayerOptions, upcycle_baseline
 from unifmoe_dist.train import build, checkpoint
 from unifmoe_dist.train.cli import load_train_config
+from unifmoe_dist.train.files import flush, save_tensors
 from unifmoe_dist.train.own_model import own_config, own_model
 from unifmoe_dist.upcycling import upcycle
 
@@ -59,7 +60,7 @@ def consolidate(run: Path, output: Path, name: str = "best") -> Path:
     }
 
     def write(temporary: Path) -> None:
-        checkpoint.save_tensors(_own_memory(model), temporary, metadata)
+        save_tensors(_own_memory(model), temporary, metadata)
 
     return _appear(output, write)
 
@@ -101,7 +102,7 @@ def export(run: Path, output: Path, name: str = "best") -> Path:
             build.build_tokenizer(own_config(run, config)).save_pretrained(str(temporary))
             return
         temporary.mkdir()
-        checkpoint.save_tensors(_own_memory(model), temporary / WEIGHTS)
+        save_tensors(_own_memory(model), temporary / WEIGHTS)
         (temporary / "config.json").write_text(json.dumps(_timm_config(shape), indent=2))
 
     return _appear(output, write)
@@ -242,9 +243,9 @@ def _appear(output: Path, write: Callable[[Path], None]) -> Path:
         _remove(temporary)
         write(temporary)
         for path in (*temporary.rglob("*"), temporary) if temporary.is_dir() else (temporary,):
-            checkpoint.flush(path)
+            flush(path)
         os.replace(temporary, output)
-        checkpoint.flush(output.parent)
+        flush(output.parent)
     except (OSError, SafetensorError) as error:
         if output.parent.is_dir():
             _remove(temporary)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unifmoe_dist.runtime.ranks import Ranks
-from unifmoe_dist.train.optimizer_state import is_partitioned
+from unifmoe_dist.train import deepspeed
 from unifmoe_dist.upcycling import moe_layers
 
 
@@ -60,42 +60,10 @@ class StepCheck:
 
 
 def _gradients_finite(engine: Any, device: torch.device) -> Tensor:
-    gradients = list(held_gradients(engine))
+    gradients = list(deepspeed.held_gradients(engine))
     if not gradients:
         return torch.ones((), dtype=torch.bool, device=device)
     return torch.nn.utils.get_total_norm(gradients).isfinite().to(device)
-
-
-def held_gradients(engine: Any) -> Iterator[Tensor]:
-    """Gradients as the optimiser will use them, as far as this rank holds them."""
-    if not is_partitioned(engine):
-        yield from (p.grad for p in engine.module.parameters() if p.grad is not None)
-        return
-    zero = engine.optimizer
-    for part in getattr(zero, "averaged_gradients", {}).values():
-        yield from (g for g in part or () if g is not None)
-    for flat in zero.single_partition_of_fp32_groups:  # where offloaded gradients are
-        if flat.grad is not None:
-            yield flat.grad
-
-
-def skip_update(engine: Any) -> None:
-    """`engine.step()` that drops the gradients: weights, optimiser state and schedule stay as they are."""
-    if is_partitioned(engine):
-        # The way DeepSpeed drops a step itself: the optimiser hears that its gradients overflowed.
-        zero, checks = engine.optimizer, engine.optimizer.check_grad_overflow
-        zero.check_grad_overflow, zero.has_overflow = True, lambda *_, **__: True
-        try:
-            engine.step()
-        finally:
-            zero.check_grad_overflow = checks
-            del zero.has_overflow
-        return
-    engine._take_model_step = lambda _: engine.zero_grad()
-    try:
-        engine.step()
-    finally:
-        del engine._take_model_step
 
 
 # -- finding the place ----------------------------------------------------------------------------------------------

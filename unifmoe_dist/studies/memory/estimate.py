@@ -25,7 +25,7 @@ from unifmoe_dist.studies.memory.ledger import Ledger, LiveBytes
 from unifmoe_dist.studies.memory.models import fake_storage, sizes_of_algorithm, stand_in_for_experts, task_of_sizes
 from unifmoe_dist.studies.memory.operators import gpu_operators
 from unifmoe_dist.studies.memory.stand_ins import Load
-from unifmoe_dist.train import build
+from unifmoe_dist.train import build, deepspeed
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def estimate(config: TrainConfig, ranks: int = 1, gpu: bool = True, load: Load |
             host,
             parallel.gradient_accumulation,
             foreach=gpu,
-            bucket=build.reduce_bucket(algorithm),
+            bucket=deepspeed.reduce_bucket(algorithm),
         )
         engine.hold()
         trained = {p for group in groups for p in group.parameters}

@@ -68,9 +68,10 @@ def measure_peak(config: TrainConfig) -> tuple[int, Load | None]:
     """On every rank of a job: its peak in bytes, and the mean routing load over layers, steps and ranks."""
     size = config.expert_parallel_size(world_size_from_environment())
     with running_ranks(size, config.parallel.expert_placement) as ranks:
-        import deepspeed.runtime.zero.stage_1_and_2  # noqa: F401  # what it makes at import is no part of training
-
+        from unifmoe_dist.train import deepspeed
         from unifmoe_dist.train.trainer import Trainer
+
+        deepspeed.load_all()  # what it makes at import is no part of training
 
         def train() -> Load | None:
             with tempfile.TemporaryDirectory() as folder:

@@ -6,28 +6,26 @@ import os
 import resource
 import sys
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unifmoe_dist.algorithms import ALGORITHMS
 from unifmoe_dist.config import DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig, UniFMoEConfig
+from unifmoe_dist.data.digits import NUM_CLASSES, build_digits_vit, digits_task
 from unifmoe_dist.dispatch import Arrivals, Dispatcher, Exchange
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.profiling import profile_range
 from unifmoe_dist.runtime.ranks import Ranks, running_ranks, seed_everything
 from unifmoe_dist.studies.scaling.step_split import PARTS, split_step
 from unifmoe_dist.studies.scaling.volume import Traffic, Volume, counting_bytes, minimum_volume, tutel_volume
-from unifmoe_dist.train import build, clipping
+from unifmoe_dist.train import build, deepspeed
 from unifmoe_dist.train.evaluate import collect_usage
-from unifmoe_dist.train.trainer import TrainingModel
-from unifmoe_dist.upcycling import moe_layers, upcycle
+from unifmoe_dist.train.step import TrainingStep
+from unifmoe_dist.upcycling import moe_layers
 
 
 @dataclass(frozen=True)
@@ -198,48 +196,22 @@ def measure(layout: Layout, study: Study) -> dict[str, Any]:
 
 class _Point:
     def __init__(self, config: TrainConfig, study: Study, ranks: Ranks) -> None:
-        import deepspeed
-
         self.config, self.study, self.ranks = config, study, ranks
         seed_everything(0)
         self.inputs, self.labels = _digits(config.data.batch_size // ranks.world_size, ranks)
-        for name in ("deepspeed.runtime.zero.stage_1_and_2", "deepspeed.runtime.zero.muon.muon_optimizer"):
-            with suppress(ImportError):  # modules loaded at the first step would count as memory of training
-                import_module(name)
+        deepspeed.load_all()  # or it would count as memory of training
         self.memory_before = _peak_memory(ranks.device)
-        model = _backbone(study)
-        model = upcycle(
-            model,
-            layers=config.model.layers,
-            num_experts=config.model.num_experts,
-            num_blocks=config.model.num_blocks,
-            expert_group=ranks.expert_group,
-            dispatcher=config.model.dispatcher,
-        )
+        model = build.install_layers(config, _backbone(study), ranks)
         self.model, self.layers = model, moe_layers(model)
-        build.mark_experts(model, ranks)
-        settings = build.deepspeed_config(config, Path(), ranks.world_size, 1, build.reduce_bucket(model))
-        settings["tensorboard"] = {"enabled": False}
         self.parameters = _count_parameters(model)
-        self.engine, *_ = deepspeed.initialize(
-            model=TrainingModel(model, config.model.num_experts if ranks.expert_group is not None else None),
-            optimizer=build.build_optimizer(config, model, ranks),
-            config=settings,
-        )
-        clipping.use_true_norm(self.engine, model, ranks)
-        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-        self.inputs = self.inputs.to(ranks.device, dtype)
-        self.labels = self.labels.to(ranks.device)
-        self.loss = float("nan")
+        algorithm = ALGORITHMS[config.algorithm.name](model, 1, NUM_CLASSES, config.algorithm, lambda: model)
+        self._one_step, self._steps = TrainingStep(config, algorithm, ranks), 0
 
     def step(self) -> Tensor:
-        """One optimiser step, as the trainer makes it."""
-        loss = F.cross_entropy(self.engine(x=self.inputs).float(), self.labels)
-        gram = sum((layer.auxiliary_loss() for layer in self.layers.values()), torch.zeros_like(loss))
-        self.engine.backward(loss + self.config.optim.lambda_div * gram)
-        with profile_range("optimizer"):
-            self.engine.step()
-        return loss.detach()
+        """One optimiser step, as the trainer makes it; the task's loss."""
+        result = self._one_step([({"x": self.inputs}, self.labels)], self._steps)
+        self._steps += 1
+        return result.sums["task_loss"]
 
     def measure(self) -> Measurement:
         for _ in range(self.study.warmup):
@@ -360,15 +332,11 @@ class _TappedExchange:
 
 
 def _backbone(study: Study) -> nn.Module:
-    from unifmoe_dist.data.digits import build_digits_vit
-
     return build_digits_vit(embed_dim=study.width, depth=study.depth)
 
 
 def _digits(count: int, ranks: Ranks) -> tuple[Tensor, Tensor]:
     """This rank's batch of the digits task: (count, 1, 16, 16) images and (count,) labels."""
-    from unifmoe_dist.data.digits import digits_task
-
     task = digits_task()
     items = [item for dataset in task.train for item in dataset]  # type: ignore[attr-defined]
     generator = torch.Generator().manual_seed(ranks.rank)

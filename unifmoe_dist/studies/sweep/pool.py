@@ -175,7 +175,7 @@ class _Pool:
         self.free = places
         self.at_work: dict[BaseProcess, tuple[Run, Mapping[str, str]]] = {}
         self._discard = discard_checkpoints
-        self._context = process_context("unifmoe_dist.train.trainer", "unifmoe_dist.studies.training_plots")
+        self._context = process_context("unifmoe_dist.train.main", "unifmoe_dist.studies.training_plots")
 
     def start(self, run: Run) -> None:
         place = self.free.pop(0)
@@ -215,7 +215,9 @@ class _Pool:
 def _run_main(run: Run, place: Mapping[str, str], discard_checkpoints: bool) -> None:
     os.setsid()
     # One rank alone: port 0 is whichever is free when the rank begins to listen.
-    os.environ.update(place, **rank_environment(0, 1, port=0))
+    for name in rank_environment(0, 1, port=0):
+        os.environ.pop(name, None)
+    os.environ.update(place, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     write_output_to(run.folder / "log.txt")
     _leave_with_parent()
     with locked(run.folder) as alone:
@@ -249,17 +251,13 @@ def _attempt(run: Run, discard_checkpoints: bool) -> int:
 def _train(run: Run) -> None:
     import torch
 
-    from unifmoe_dist.runtime.ranks import running_ranks
-    from unifmoe_dist.train.run import only_writer
-    from unifmoe_dist.train.trainer import Trainer, choose_folder
+    from unifmoe_dist.studies.training_plots import draw_finished
+    from unifmoe_dist.train.main import train
 
     if not torch.cuda.is_available():
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    config = with_options(run.config, {"resume": "auto"})
-    folder = choose_folder(config)
-    with running_ranks(config.expert_parallel_size(1), config.parallel.expert_placement) as ranks:
-        with only_writer(folder, ranks, patience=0):
-            Trainer(config, ranks, folder).fit()
+    if finished := train(with_options(run.config, {"resume": "auto"}), patience=0):
+        draw_finished(finished[0])
 
 
 def _leave_with_parent() -> None:

@@ -1,0 +1,368 @@
+"""DeepSpeed's engine as training uses it. No other file knows names of DeepSpeed that its documentation lacks.
+
+    start         an engine around a training algorithm, told which experts are sharded
+    global_norm   clipping by the true norm, gradients as the optimiser will use them, an update that is dropped
+    collect       optimiser state by parameter, whole and in float32, whatever the ZeRO stage and world size
+
+A parameter's state is `{"fp32": master weight, "exp_avg": ..., ...}`; the optimiser's scalars, such as Adam's step,
+stand apart. Collecting, restoring and taking over are collective over the ranks that hold the parameter.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from unifmoe_dist.config import OptimConfig, TrainConfig
+from unifmoe_dist.expert_layer import ChangedRows
+from unifmoe_dist.runtime import compiling
+from unifmoe_dist.runtime.ranks import Ranks
+from unifmoe_dist.upcycling import moe_layers
+
+REDUCE_BUCKET = 500_000_000
+"""DeepSpeed's own `reduce_bucket_size`, in elements."""
+
+
+def reduce_bucket(model: nn.Module) -> int:
+    """Elements of ZeRO's gradient bucket: no more than there are gradients.
+
+    It is allocated whole in every backward pass, and DeepSpeed's default takes 2 GB in float32 for a model of any size.
+    """
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return max(1, min(REDUCE_BUCKET, trained))
+
+
+# -- start ----------------------------------------------------------------------------------------------------------
+
+
+def start(
+    config: TrainConfig,
+    model: nn.Module,
+    ranks: Ranks,
+    optimizer: torch.optim.Optimizer,
+    schedule: Callable[[torch.optim.Optimizer], Any],
+    environments: int,
+    folder: Path | None,
+) -> Any:
+    """DeepSpeed's engine around a training algorithm whose experts are marked; collective.
+
+    Args:
+        config: The run's configuration.
+        model: The algorithm.
+        ranks: This process's place in the job.
+        optimizer: Over the algorithm's parameters.
+        schedule: From the optimiser to its learning-rate schedule.
+        environments: Multiplies the batch, which is given per environment.
+        folder: The run's folder, for TensorBoard's events; None writes none.
+    """
+    library = _library()
+    with compiling.announced(compiling.SHARED_MEMORY), redirect_stdout(sys.stderr):  # a command's output is its own
+        library.init_distributed(auto_mpi_discovery=False, verbose=False)
+    _groups()._WORLD_GROUP = None  # of another job of this process, perhaps
+    sharded = ranks.expert_group is not None and bool(moe_layers(model))
+    engine, *_ = library.initialize(
+        model=_Sharded(model, config.model.num_experts, ranks) if sharded else _Whole(model),
+        optimizer=optimizer,
+        lr_scheduler=schedule,
+        config=_settings(config, ranks.world_size, environments, reduce_bucket(model), folder),
+    )
+    if not engine.zero_optimization():
+        # DeepSpeed's own clipping averages the ranks' norms, and each rank sees only its own experts. With ZeRO 1 and 2
+        # its norm sums the squares of all partitions over all ranks, which counts every expert once.
+        def clip_fp32_gradients() -> None:
+            engine._global_grad_norm = clip(model, engine.gradient_clipping(), ranks)
+
+        engine.clip_fp32_gradients = clip_fp32_gradients
+    return engine
+
+
+def load_all() -> None:
+    """Import what an engine would at its start or its first step, so that a meter can tell it from training."""
+    _library()
+    for name in ("deepspeed.runtime.zero.stage_1_and_2", "deepspeed.runtime.zero.muon.muon_optimizer"):
+        with suppress(ImportError):
+            import_module(name)
+
+
+def cpu_adam(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
+    """Adam for offloaded state: compiled at first use, and several times as fast on a CPU as torch's."""
+    _library()
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    with compiling.announced(compiling.CPU_ADAM):
+        return DeepSpeedCPUAdam(groups, lr=optim.lr, betas=optim.betas, adamw_mode=optim.name == "adamw")
+
+
+def mark_experts(model: nn.Module, ranks: Ranks) -> None:
+    """Tell DeepSpeed which parameters differ between the ranks of an expert-parallel group."""
+    if ranks.expert_group is None:
+        return
+    for layer in moe_layers(model).values():
+        for parameter in layer.experts.parameters():
+            parameter.allreduce = False  # type: ignore[attr-defined]
+            parameter.group_name = ranks.expert_group_name  # type: ignore[attr-defined]
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """Whether a parameter was marked so."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def _library() -> Any:
+    if not torch.accelerator.is_available():
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it misses CUDA where there is none
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no other
+    import deepspeed
+    from deepspeed.utils import logger
+
+    logger.setLevel("WARNING")
+    return deepspeed
+
+
+def _groups() -> Any:
+    from deepspeed.utils import groups
+
+    return groups
+
+
+class _Whole(nn.Module):
+    """What the engine runs: its own attributes must not meet those of the algorithm."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *arguments: Any, **inputs: Any) -> Any:
+        return self.model(*arguments, **inputs)
+
+
+class _Sharded(_Whole):
+    """With a module by which DeepSpeed knows that some experts are sharded, and over which groups."""
+
+    def __init__(self, model: nn.Module, num_experts: int, ranks: Ranks) -> None:
+        super().__init__(model)
+        # The engine treats a model as MoE only when it finds an instance of its own class among the modules.
+        from deepspeed.moe.layer import MoE
+
+        class Marker(MoE):
+            def __init__(self) -> None:
+                nn.Module.__init__(self)
+                self.num_experts = num_experts
+
+            def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+                _enter_groups(ranks)
+
+        self.expert_marker = Marker()
+
+
+def _enter_groups(ranks: Ranks) -> None:
+    """Have DeepSpeed take the expert groups of the job for its own."""
+    groups, name = _groups(), ranks.expert_group_name
+    for purpose, group in (("PARALLEL", ranks.expert_group), ("DATA_PARALLEL", ranks.replica_group)):
+        getattr(groups, f"_EXPERT_{purpose}_GROUP")[name] = group
+        members = getattr(groups, f"_EXPERT_{purpose}_GROUP_RANKS", {})  # since 0.18
+        members[name] = dist.get_process_group_ranks(group)
+
+
+def _settings(
+    config: TrainConfig, world_size: int, environments: int, bucket: int, folder: Path | None
+) -> dict[str, Any]:
+    parallel, batch = config.parallel, config.data.batch_size * environments
+    events = {"enabled": folder is not None, "output_path": f"{folder}/tensorboard", "job_name": "train"}
+    result: dict[str, Any] = {
+        "train_batch_size": batch,
+        "train_micro_batch_size_per_gpu": batch // world_size // parallel.gradient_accumulation,
+        "gradient_accumulation_steps": parallel.gradient_accumulation,
+        "gradient_clipping": config.optim.grad_clip,
+        "zero_optimization": {
+            "stage": parallel.zero_stage,
+            "reduce_bucket_size": bucket,
+            "offload_optimizer": {"device": "cpu" if parallel.offload_optimizer else "none"},
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 2**31,
+        "tensorboard": events,
+    }
+    if parallel.precision == "bf16":
+        result["bf16"] = {"enabled": True}
+    elif parallel.precision == "fp16":
+        result["fp16"] = {"enabled": True, "initial_scale_power": 12}
+    return result
+
+
+# -- gradients ------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def global_norm(model: nn.Module, ranks: Ranks) -> Tensor:
+    """L2 norm of all gradients, after they were averaged over replicas; collective. A float32 scalar.
+
+    Every expert counts once, wherever it lives: dense gradients are the same on every rank; those of sharded experts
+    are summed over the ranks of this rank's expert-parallel group, which together hold every expert once.
+    """
+    squares = {False: torch.zeros((), device=ranks.device), True: torch.zeros((), device=ranks.device)}
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            squares[is_sharded(parameter)] += torch.linalg.vector_norm(parameter.grad.float()).square()
+    if ranks.expert_group is not None:
+        dist.all_reduce(squares[True], group=ranks.expert_group)
+    return (squares[False] + squares[True]).sqrt()
+
+
+@torch.no_grad()
+def clip(model: nn.Module, max_norm: float, ranks: Ranks) -> Tensor:
+    """Scale all gradients so that their global norm is at most `max_norm`. Returns the norm before."""
+    norm = global_norm(model, ranks)
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(scale.to(parameter.grad.dtype))
+    return norm
+
+
+def held_gradients(engine: Any) -> Iterator[Tensor]:
+    """Gradients as the optimiser will use them, as far as this rank holds them."""
+    if not _is_partitioned(engine):
+        yield from (p.grad for p in engine.module.parameters() if p.grad is not None)
+        return
+    zero = engine.optimizer
+    for part in getattr(zero, "averaged_gradients", {}).values():
+        yield from (g for g in part or () if g is not None)
+    for flat in zero.single_partition_of_fp32_groups:  # where offloaded gradients are
+        if flat.grad is not None:
+            yield flat.grad
+
+
+def skip_update(engine: Any) -> None:
+    """`engine.step()` that drops the gradients: weights, optimiser state and schedule stay as they are."""
+    if _is_partitioned(engine):
+        # The way DeepSpeed drops a step itself: the optimiser hears that its gradients overflowed.
+        zero, checks = engine.optimizer, engine.optimizer.check_grad_overflow
+        zero.check_grad_overflow, zero.has_overflow = True, lambda *_, **__: True
+        try:
+            engine.step()
+        finally:
+            zero.check_grad_overflow = checks
+            del zero.has_overflow
+        return
+    engine._take_model_step = lambda _: engine.zero_grad()
+    try:
+        engine.step()
+    finally:
+        del engine._take_model_step
+
+
+# -- optimiser state ------------------------------------------------------------------------------------------------
+
+
+def _is_partitioned(engine: Any) -> bool:
+    """Whether ZeRO holds the optimiser state in flat partitions."""
+    return hasattr(engine.optimizer, "single_partition_of_fp32_groups")
+
+
+def collect(engine: Any, model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Whole float32 state of every trained parameter by name, on the CPU."""
+    keys = _link(engine.optimizer) if _is_partitioned(engine) else []
+    return {name: _collect_one(engine, p, keys) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _collect_one(engine: Any, parameter: Any, keys: list[str]) -> dict[str, Tensor]:
+    if _is_partitioned(engine):
+        state = {"fp32": parameter.get_full_hp_param(), **{key: parameter.get_full_hp_param(key) for key in keys}}
+        return {key: value.detach().cpu() for key, value in state.items()}
+    tensors = engine.optimizer.state.get(parameter, {})
+    state = {k: v for k, v in tensors.items() if torch.is_tensor(v) and v.shape == parameter.shape}
+    return {key: value.detach().float().cpu() for key, value in {"fp32": parameter, **state}.items()}
+
+
+def collect_scalars(engine: Any) -> dict[str, Any]:
+    """What is the same for all parameters: the optimiser's own counters, and the state of fp16's loss scaler."""
+    base = engine.optimizer.optimizer if _is_partitioned(engine) else engine.optimizer
+    state: dict[str, Any] = next(iter(base.state.values()), {})
+    scaler = _loss_scaler(engine)
+    return {
+        "optimizer_scalars": {k: float(v) for k, v in state.items() if not torch.is_tensor(v) or v.ndim == 0},
+        "loss_scaler": {k: v for k, v in scaler.items() if isinstance(v, (int, float))},
+    }
+
+
+def restore(engine: Any, states: dict[Any, dict[str, Tensor]], saved: dict[str, Any]) -> None:
+    """Put whole states (from any world size and ZeRO stage) and `collect_scalars` into a freshly made engine."""
+    scaler = _loss_scaler(engine)
+    scaler.update({key: value for key, value in saved["loss_scaler"].items() if key in scaler})
+    scalars = {key: torch.tensor(value) for key, value in saved["optimizer_scalars"].items()}
+    keys = sorted({key for state in states.values() for key in state} - {"fp32"})
+    zero = engine.optimizer
+    if _is_partitioned(engine) and keys:
+        for flat in zero.single_partition_of_fp32_groups:
+            zero.optimizer.state[flat] = {**{k: torch.zeros_like(flat) for k in keys}, **_copied(scalars)}
+        _link(zero)
+    for parameter, state in states.items():
+        with torch.no_grad():
+            parameter.copy_(state["fp32"])
+        if _is_partitioned(engine):
+            parameter.set_full_hp_param(state["fp32"])
+            for key in keys:
+                parameter.set_full_hp_param(state[key], key)
+        elif keys:
+            own = {key: state[key].to(parameter.device, parameter.dtype) for key in keys}
+            zero.state[parameter] = {**own, **_copied(scalars)}
+
+
+@torch.no_grad()
+def take_over(engine: Any, changes: list[ChangedRows]) -> None:
+    """Give rows that were rewritten in place to the optimiser.
+
+    Without it ZeRO would overwrite them at the next step from its own master weights.
+    """
+    keys = _link(engine.optimizer) if changes and _is_partitioned(engine) else []
+    for change in changes:
+        parameter: Any = change.parameter
+        if not _is_partitioned(engine):
+            for state in engine.optimizer.state.get(parameter, {}).values():
+                if change.forget and torch.is_tensor(state) and state.shape == parameter.shape:
+                    state[change.rows] = 0
+            continue
+        master = parameter.get_full_hp_param()
+        master[change.rows] = parameter[change.rows].to(master)
+        parameter.set_full_hp_param(master)
+        for key in keys if change.forget else []:
+            state = parameter.get_full_hp_param(key)
+            state[change.rows] = 0
+            parameter.set_full_hp_param(state, key)
+
+
+def _copied(scalars: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value.clone() for key, value in scalars.items()}
+
+
+def _loss_scaler(engine: Any) -> dict[str, Any]:
+    """The attributes of the loss scaler; without ZeRO there is none."""
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    return {} if scaler is None else vars(scaler)
+
+
+def _link(zero: Any) -> list[str]:
+    """Connect every parameter to its part of the flat state, and name the state's tensors.
+
+    DeepSpeed does this itself after the first step, but only for the first parameter group.
+    """
+    from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
+    keys: list[str] = []
+    for parameters, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+        state = zero.optimizer.state.get(flat, {})
+        lazy_init_hp_params_optimizer_state(parameters, flat, {flat: state})
+        keys = sorted(k for k, v in state.items() if torch.is_tensor(v) and v.shape == flat.shape)
+    return keys

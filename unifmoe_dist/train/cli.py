@@ -20,8 +20,8 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.leaving import leave_if_joined
 from unifmoe_dist.runtime import failure, heartbeat, signals, terminal
 from unifmoe_dist.train.old_runs import unwritten_words
-from unifmoe_dist.train.option_errors import mistake_in_file, mistake_in_words
-from unifmoe_dist.train.option_files import check_file
+from unifmoe_dist.train.option_errors import mistake_in_words
+from unifmoe_dist.train.option_files import check_file, mistake_in_file
 from unifmoe_dist.train.option_list import options as every_option
 from unifmoe_dist.train.run import resumes
 
@@ -66,7 +66,11 @@ def parse_train_config(arguments: Sequence[str], prog: str | None = None) -> Tra
             _read_alone(parser, saved)
             parsed = parser.parse_args(["--config", str(saved), *unwritten_words(saved), *words])
     except (ArgumentError, ImportError, UnicodeDecodeError) as error:  # a value names a module; a file is no text
-        mistake = mistake_in_words(words, _names(parser), partial(_fits, parser))
+
+        def fits(name: str, word: str) -> bool:
+            return _takes(partial(parser.parse_args, [f"--{name}={word}"]))
+
+        mistake = mistake_in_words(words, _names(parser), fits)
         raise UserError(mistake or _as_it_is(error)) from error
     return as_config(parser, parsed)
 
@@ -77,14 +81,18 @@ def _read_alone(parser: ArgumentParser, path: Path) -> Namespace:
     try:
         return parser.parse_args(["--config", str(path)])
     except (ArgumentError, ImportError) as error:
-        mistake = mistake_in_file(path, values, lines, partial(_fits, parser))
+
+        def fits(name: str, value: object) -> bool:
+            return _takes(partial(parser.parse_object, {name: value}))
+
+        mistake = mistake_in_file(path, lines, values, fits)
         raise UserError(mistake or f"{path}: {_as_it_is(error)}") from error
 
 
-def _fits(parser: ArgumentParser, name: str, value: str) -> bool:
-    """Whether the parser takes a value for an option."""
+def _takes(parse: Callable[[], Namespace]) -> bool:
+    """Whether a parser refuses nothing."""
     try:
-        parser.parse_args([f"--{name}={value}"])
+        parse()
     except (ArgumentError, ImportError):
         return False
     return True

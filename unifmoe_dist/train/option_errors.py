@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import get_origin
+from typing import Any, get_origin
 
 import yaml
 
@@ -15,20 +15,17 @@ from unifmoe_dist.train.option_list import options as every_option
 from unifmoe_dist.train.option_list import words_of
 from unifmoe_dist.train.options import listed
 
-Fits = Callable[[str, str], bool]
-"""Whether the parser takes a value, as written, for an option."""
-
 _LAUNCHERS = ("num_gpus", "num_accelerators", "num_nodes", "master_port", "hostfile", "nproc-per-node", "nnodes")
 _ALONE = ("help", "print-config")
 
 
-def mistake_in_words(words: Sequence[str], options: Collection[str], fits: Fits) -> str | None:
+def mistake_in_words(words: Sequence[str], options: Collection[str], fits: Callable[[str, str], bool]) -> str | None:
     """The first mistake on a command line; None if there is none that is known.
 
     Args:
         words: The command line.
         options: Names of all options, without dashes.
-        fits: Of the parser.
+        fits: Whether the parser takes a word for an option.
     """
     for name, value in _pairs(words):
         if not name.startswith("--"):
@@ -49,17 +46,18 @@ def mistake_in_words(words: Sequence[str], options: Collection[str], fits: Fits)
             return _unknown(name, options)
         if value is None:
             return f"--{name} needs a value; see --help."
-        if mistake := _mistake_in_value(f"--{name}", name, value, fits):
-            return mistake
+        if name != "config" and not fits(name, value):
+            return refused(f"--{name}", name, _read(value))
     return None
 
 
-def mistake_in_file(file: Path, values: Mapping[str, str], lines: Mapping[str, int], fits: Fits) -> str | None:
-    """The first value of a YAML file, by dotted name, that its option cannot take."""
-    for name, value in values.items():
-        if mistake := _mistake_in_value(f"{file}, line {lines[name]}: {name}", name, value, fits):
-            return mistake
-    return None
+def refused(place: str, name: str, value: Any) -> str:
+    """What an option must be, where its value, as YAML has it, is not that."""
+    if (name, str(value)) == ("parallel.zero_stage", "3"):
+        return NO_ZERO_3
+    (kind,) = (option.type for option in every_option() if option.name == name)
+    wanted = "a list such as [2,4]" if get_origin(kind) is list else listed(words_of(kind), "or")
+    return f"{place} must be {wanted}, not {value}."
 
 
 def nearest(name: str, options: Iterable[str], dashes: str = "--") -> str:
@@ -90,21 +88,12 @@ def _is_number(word: str) -> bool:
     return True
 
 
-def _mistake_in_value(place: str, name: str, value: str, fits: Fits) -> str | None:
-    if name == "config" or fits(name, value):
-        return None
-    if (name, value) == ("parallel.zero_stage", "3"):
-        return NO_ZERO_3
-    (kind,) = (option.type for option in every_option() if option.name == name)
-    wanted = "a list such as [2,4]" if get_origin(kind) is list else listed(words_of(kind), "or")
-    return f"{place} must be {wanted}, not {_in_words(value)}."
-
-
-def _in_words(value: str) -> str:
+def _read(word: str) -> Any:
+    """A value of a command line as messages show it."""
     with suppress(yaml.YAMLError):
-        if isinstance(found := yaml.safe_load(value), (list, dict)):
-            return str(found)
-    return value or "empty"
+        if isinstance(found := yaml.safe_load(word), (list, dict)):
+            return found
+    return word or "empty"
 
 
 def _unknown(name: str, options: Iterable[str]) -> str:

@@ -5,17 +5,18 @@ A file is looked at before the parser reads it: what the parser says about a fil
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.train.option_errors import nearest
+from unifmoe_dist.train.option_errors import nearest, refused
 from unifmoe_dist.train.option_list import options as every_option
 
 
-def check_file(path: Path, options: Collection[str]) -> tuple[dict[str, int], dict[str, str]]:
+def check_file(path: Path, options: Collection[str]) -> tuple[dict[str, int], dict[str, Any]]:
     """Look at a file's form and names; whether its values fit is for the parser.
 
     Args:
@@ -23,7 +24,7 @@ def check_file(path: Path, options: Collection[str]) -> tuple[dict[str, int], di
         options: Dotted names of all options.
 
     Returns:
-        The line, from 1, on which each option stands, and its value as written, by its dotted name.
+        The line, from 1, on which each option stands, and its value, by its dotted name.
 
     Raises:
         UserError: it is empty, no YAML or no list of options; an option does not exist or is given twice.
@@ -36,7 +37,7 @@ def check_file(path: Path, options: Collection[str]) -> tuple[dict[str, int], di
     groups = {option[:end] for option in options for end, letter in enumerate(option) if letter == "."}
     with_value = {option.name for option in every_option() if not option.may_be_null}
     lines: dict[str, int] = {}
-    values: dict[str, str] = {}
+    values: dict[str, Any] = {}
     for name, value, line in _names(root, "", groups):
         place = f"{path}, line {line}:"
         if name not in options and name not in groups:
@@ -50,8 +51,16 @@ def check_file(path: Path, options: Collection[str]) -> tuple[dict[str, int], di
             raise UserError(f"{place} {name} must have a value, not {_shown(value)}; leave it out for the default.")
         lines[name] = line
         if name not in groups:
-            values[name] = value.value if isinstance(value, yaml.ScalarNode) else yaml.serialize(value)
+            values[name] = yaml.safe_load(yaml.serialize(value))
     return lines, values
+
+
+def mistake_in_file(
+    path: Path, lines: Mapping[str, int], values: Mapping[str, Any], fits: Callable[[str, Any], bool]
+) -> str | None:
+    """The first value of a checked file that the parser does not take (`fits`) for its option."""
+    wrong = next((name for name, value in values.items() if not fits(name, value)), None)
+    return wrong and refused(f"{path}, line {lines[wrong]}: {wrong}", wrong, values[wrong])
 
 
 def _read(path: Path) -> yaml.Node | None:

@@ -95,7 +95,7 @@ class RunningJob:
             process.start()
             self.processes.append(process)
 
-    def finish(self, timeout: float = 60) -> Job:
+    def finish(self, timeout: float = 120) -> Job:
         """Wait for all ranks; one that still runs after `timeout` seconds is a hang, and fails the test."""
         try:
             for process in self.processes:
@@ -116,7 +116,7 @@ def run_job(
     words: Sequence[str],
     prepare: Callable | None = None,
     *args: Any,
-    timeout: float = 60,
+    timeout: float = 120,
     script: str = "train",
 ) -> Job:
     return RunningJob(folder, world, words, prepare, *args, script=script).finish(timeout)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.jobs import environment, run_job
+from tests.support.jobs import environment, free_port, run_job
 from tests.support.ranks import PLOTS, run_ranks
 from tests.support.training import make_config, train
 from unifmoe_dist.errors import UserError
@@ -264,12 +264,21 @@ def test_models_that_do_not_fit(small_run):
     assert run_ranks(1, other_model, str(small_run)) == [True]
 
 
-def test_two_ranks_print_an_error_once_and_exit_non_zero(tmp_path):
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
-    for words, expected in ((["--model.num_exprts", "4"], "num_exprts"), (["--model.layers", "[77]"], "77")):
-        command = [*launcher, str(ROOT / "launch/train.py"), "--output", str(tmp_path / expected), *words]
+@pytest.mark.parametrize(
+    "launched,words,named",
+    [(False, ["--model.num_exprts", "4"], "num_exprts"), (True, ["--model.layers", "[77]"], "77")],
+)
+def test_two_ranks_print_an_error_once_and_exit_non_zero(launched, words, named, tmp_path):
+    """Of options, before the ranks meet; of the model, by DeepSpeed's launcher, after it."""
+    words = ["--output", str(tmp_path / "run"), *words]
+    if launched:
+        launcher = ["deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port", str(free_port())]
+        command = [sys.executable, "-m", *launcher, str(ROOT / "launch/train.py"), *words]
         done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120, cwd=tmp_path)
-        output = done.stdout + done.stderr
-        assert done.returncode != 0
-        assert len([line for line in output.splitlines() if line.startswith("error:")]) == 1, output
-        assert expected in output and "Traceback" not in output
+        output, statuses = done.stdout + done.stderr, [done.returncode]
+    else:
+        job = run_job(tmp_path, 2, words)
+        output, statuses = job.output, job.statuses
+    assert 0 not in statuses
+    assert len([line for line in output.splitlines() if line.startswith("error:")]) == 1, output
+    assert named in output and "Traceback" not in output

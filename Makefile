@@ -40,7 +40,7 @@ lint: $(STAMP) ## style (ruff), types (mypy) and Dockerfiles (hadolint)
 	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cpu
 
 test: lint ## style, types and all tests (PYTEST_ARGS="-k name")
-	$(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -q -n 2 --durations=10 $(PYTEST_ARGS)
+	$(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -q -n 2 --dist loadgroup --durations=10 $(PYTEST_ARGS)
 
 docs: $(STAMP) ## the documentation as a site in build/site (open build/site/index.html)
 	$(IN_VENV) NO_MKDOCS_2_WARNING=1 python -m mkdocs build --quiet

@@ -54,8 +54,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         compile_for_ranks()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run."""
+    """Skip what this machine cannot run; have tests that share a fixture of their file run in one process."""
     absent = {
         "gpu": None if torch.cuda.is_available() else "needs a CUDA device",
         "tutel": None if importlib.util.find_spec("tutel") else "needs the tutel extra",
@@ -64,6 +65,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in absent.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+        fixtures = item._fixtureinfo.name2fixturedefs.values()
+        if any(definitions[-1].scope == "module" for definitions in fixtures):  # else each worker would make its own
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

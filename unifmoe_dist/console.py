@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from pathlib import Path
 
 from unifmoe_dist import resources
 from unifmoe_dist.train.options import name_program
@@ -27,11 +26,6 @@ COMMANDS = {
 }
 
 
-def script(name: str) -> Path:
-    """launch/NAME.py."""
-    return resources.folder("launch") / f"{name}.py"
-
-
 def usage() -> str:
     lines = [f"  {name:12} {text}" for name, text in COMMANDS.items()]
     return "usage: unifmoe COMMAND [options]; unifmoe COMMAND --help lists its options\n\n" + "\n".join(lines)
@@ -47,7 +41,7 @@ def main() -> None:
     if name not in COMMANDS:
         print(f"error: unifmoe has no command {name!r}; choose one of {', '.join(COMMANDS)}.", file=sys.stderr)
         sys.exit(2)
-    path = script(name)
+    path = resources.script(name)
     if name == "train" and _several_gpus():
         launcher = [sys.executable, "-m", "unifmoe_dist.runtime.deepspeed_launcher"]
         os.execv(sys.executable, [*launcher, str(path), *rest])  # noqa: S606

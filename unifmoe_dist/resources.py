@@ -11,6 +11,11 @@ def folder(name: str) -> Path:
     return package / name if (package / name).is_dir() else package.parent / name
 
 
+def script(name: str) -> Path:
+    """launch/NAME.py."""
+    return folder("launch") / f"{name}.py"
+
+
 def config(path: str) -> str:
     """A path as it is, or where the working folder has no such file and it begins with configs/, the shipped one's."""
     shipped = folder("configs").parent / path

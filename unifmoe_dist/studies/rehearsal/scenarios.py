@@ -17,8 +17,8 @@ from types import TracebackType
 
 import psutil
 
-from unifmoe_dist.console import script
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.resources import script
 from unifmoe_dist.studies.rehearsal.hosts import Host, Network
 
 PORT = 29400

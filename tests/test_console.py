@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from unifmoe_dist import console
+from unifmoe_dist import console, resources
 from unifmoe_dist.train import options
 
 
 @pytest.mark.parametrize("name", console.COMMANDS)
 def test_every_command_has_a_script(name):
-    assert console.script(name).is_file()
+    assert resources.script(name).is_file()
 
 
 def test_options_reach_the_script(monkeypatch, capsys):
@@ -57,9 +57,9 @@ def test_several_gpus_go_through_the_launcher_but_its_ranks_do_not(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     console.main()
     launcher = [sys.executable, "-m", "unifmoe_dist.runtime.deepspeed_launcher"]  # waits for ranks after Ctrl-C
-    assert started[0] == [*launcher, str(console.script("train")), "--steps", "3"]
+    assert started[0] == [*launcher, str(resources.script("train")), "--steps", "3"]
     started.clear()
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(sys, "argv", ["unifmoe", "train"])
     console.main()
-    assert started == [str(console.script("train"))]
+    assert started == [str(resources.script("train"))]

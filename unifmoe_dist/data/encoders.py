@@ -53,6 +53,12 @@ class Encoder:
         """The hub name or folder that is read."""
         return self.backbone if self.random or self.pretrained is None else self.pretrained
 
+    @property
+    def known(self) -> str | None:
+        """Its name among the BERTs whose sizes are known offline, if it is one; they take 512 tokens."""
+        name = self.source.removeprefix("google-bert/")
+        return name if name in _BERT_SIZES and not Path(name).is_dir() else None
+
     def tokenizer(self) -> Any:
         """The tokenizer.
 
@@ -125,9 +131,7 @@ class Encoder:
             UserError: the backbone is no folder and none of the known ones, and the hub cannot be reached.
         """
         given: dict[str, Any] = {"num_labels": num_classes, "hidden_dropout_prob": dropout}
-        name = self.backbone if self.random else self.source
-        name = name.removeprefix("google-bert/")
-        if name in _BERT_SIZES and not Path(name).is_dir():
+        if name := self.known:
             from transformers import BertConfig, BertForSequenceClassification
 
             width, layers, heads, hidden, vocabulary = _BERT_SIZES[name]

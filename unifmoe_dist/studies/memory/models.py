@@ -57,6 +57,8 @@ def longest_sentence(config: TrainConfig) -> int:
     with suppress(UserError):
         if config.data.task != "acceptability":
             encoder = build.glue_encoder(config)
+            if encoder.known:  # the hub, tried several times where there is no network, would say nothing new
+                return MAX_LENGTH
             return longest_input(encoder.config(), None, encoder.source)
         if config.model.pretrained is not None:
             return longest_input(load_config(config.model.pretrained), None, config.model.pretrained)

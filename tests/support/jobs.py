@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.ranks import PLOTS, _context
+from unifmoe_dist.runtime.launchers import free_port
+from unifmoe_dist.runtime.local_ranks import rank_environment, write_output_to
 from unifmoe_dist.train.cli import run_main
 
 ROOT = Path(__file__).parents[2]
@@ -36,12 +37,6 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, **own, **more}
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def draw(rank: int) -> None:
     """For `prepare`: the run draws its plots."""
     os.environ[PLOTS] = "1"
@@ -50,21 +45,11 @@ def draw(rank: int) -> None:
 def _command(
     rank: int, world: int, port: int, log: str, words: Sequence[str], prepare: Callable | None, args: tuple, script: str
 ) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    for name in list(os.environ):
-        if name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-            del os.environ[name]
+    write_output_to(log)
+    for name in rank_environment(rank, world, port):
+        os.environ.pop(name, None)
     if world > 1:
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(world),
-            LOCAL_WORLD_SIZE=str(world),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        )
+        os.environ.update(rank_environment(rank, world, port))
     sys.path.insert(0, str(ROOT / "launch"))
     sys.argv = [script, *words]
     if prepare is not None:
@@ -86,6 +71,8 @@ class RunningJob:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.logs = [folder / f"rank-{rank}.log" for rank in range(world)]
+        for log in self.logs:
+            log.unlink(missing_ok=True)  # of a job before
         port, self.started = free_port(), time.monotonic()
         self.processes = []
         for rank, log in enumerate(self.logs):

@@ -103,6 +103,10 @@ class LocalRanks:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes."""
         self._end()
         self._folder.cleanup()
 

@@ -71,7 +71,7 @@ def start(
     _groups()._WORLD_GROUP = None  # of another job of this process, perhaps
     sharded = ranks.expert_group is not None and bool(moe_layers(model))
     engine, *_ = library.initialize(
-        model=_Sharded(model, config.model.num_experts, ranks) if sharded else _Whole(model),
+        model=_Trained(model, _marker(config.model.num_experts, ranks) if sharded else None),
         optimizer=optimizer,
         lr_scheduler=schedule,
         config=_settings(config, ranks.world_size, environments, reduce_bucket(model), folder),
@@ -135,34 +135,30 @@ def _groups() -> Any:
     return groups
 
 
-class _Whole(nn.Module):
-    """What the engine runs: its own attributes must not meet those of the algorithm."""
+class _Trained(nn.Module):
+    """What the engine runs; with sharded experts a module beside it by which DeepSpeed knows of them."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, expert_marker: nn.Module | None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.expert_marker = model, expert_marker
 
     def forward(self, *arguments: Any, **inputs: Any) -> Any:
         return self.model(*arguments, **inputs)
 
 
-class _Sharded(_Whole):
-    """With a module by which DeepSpeed knows that some experts are sharded, and over which groups."""
+def _marker(num_experts: int, ranks: Ranks) -> nn.Module:
+    # The engine treats a model as MoE only when it finds an instance of its own class among the modules.
+    from deepspeed.moe.layer import MoE
 
-    def __init__(self, model: nn.Module, num_experts: int, ranks: Ranks) -> None:
-        super().__init__(model)
-        # The engine treats a model as MoE only when it finds an instance of its own class among the modules.
-        from deepspeed.moe.layer import MoE
+    class Marker(MoE):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            self.num_experts = num_experts
 
-        class Marker(MoE):
-            def __init__(self) -> None:
-                nn.Module.__init__(self)
-                self.num_experts = num_experts
+        def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+            _enter_groups(ranks)
 
-            def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-                _enter_groups(ranks)
-
-        self.expert_marker = Marker()
+    return Marker()
 
 
 def _enter_groups(ranks: Ranks) -> None:

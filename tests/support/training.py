@@ -18,12 +18,12 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def make_config(
-    folder, *, steps=20, optimizer="sgd", resume=False, seed=0, clip=0.0, dispatcher="auto", **parallel
+    folder, *, steps=10, eval_every=10, optimizer="sgd", resume=False, seed=0, clip=0.0, dispatcher="auto", **parallel
 ) -> TrainConfig:
     return TrainConfig(
         output=str(folder),
         steps=steps,
-        eval_every=10,
+        eval_every=eval_every,
         log_every=5,
         baseline=False,
         progress=False,

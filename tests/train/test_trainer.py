@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory):
-    return run_ranks(1, train, str(tmp_path_factory.mktemp("one")), 20)[0]
+    return run_ranks(1, train, str(tmp_path_factory.mktemp("one")), 10)[0]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def one_rank(tmp_path_factory):
 )
 def test_sgd_losses_equal_one_rank(world, parallel, one_rank, tmp_path):
     """SGD, because Adam would hide expert gradients that are scaled by the group size."""
-    results = run_ranks(world, train, str(tmp_path), 20, **parallel, fresh=True)
+    results = run_ranks(world, train, str(tmp_path), 10, **parallel, fresh=True)
     keys = [one_rank[1][f"blocks.3.mlp.experts.{e}.keys"] for e in (0, 1)]
     assert (keys[0] - keys[1]).abs().max() > 1e-4  # they started as copies: training moved them apart
     assert_same_training(results, one_rank)
@@ -66,7 +66,7 @@ def assert_same_training(results, expected):
 
 
 def train_with_ddp(rank, world, folder):
-    """The same 20 steps in plain torch: DistributedDataParallel and SGD, no DeepSpeed."""
+    """The same 10 steps in plain torch: DistributedDataParallel and SGD, no DeepSpeed."""
     config = make_config(folder)
     ranks = Ranks(rank, world, torch.device("cpu"))
     seed_everything(config.seed)
@@ -77,7 +77,7 @@ def train_with_ddp(rank, world, folder):
     schedule = build.build_schedule(config)(optimizer)
     batches = TrainBatches(task, config.data.batch_size, config.seed, rank, world, 1)
     losses = []
-    for step in range(20):
+    for step in range(10):
         for inputs, labels in batches.step(step):
             loss = torch.nn.functional.cross_entropy(replica(**inputs), labels)
             gram = sum(layer.diversity_loss() for layer in moe_layers(model).values())
@@ -95,7 +95,7 @@ def test_deepspeed_equals_plain_ddp(one_rank, tmp_path):
 
 @pytest.fixture(scope="module")
 def one_rank_clipped(tmp_path_factory):
-    return run_ranks(1, train, str(tmp_path_factory.mktemp("clipped")), 20, clip=0.3, zero_stage=0)[0]
+    return run_ranks(1, train, str(tmp_path_factory.mktemp("clipped")), 10, clip=0.3, zero_stage=0)[0]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def one_rank_clipped(tmp_path_factory):
 def test_clipping_counts_remote_experts(world, parallel, one_rank, one_rank_clipped, tmp_path):
     moved = [(one_rank_clipped[1][n] - w).abs().max() for n, w in one_rank[1].items()]
     assert max(moved) > 1e-3  # the limit is felt
-    results = run_ranks(world, train, str(tmp_path), 20, clip=0.3, **parallel, fresh=True)
+    results = run_ranks(world, train, str(tmp_path), 10, clip=0.3, **parallel, fresh=True)
     assert_same_training(results, one_rank_clipped)
     for _, _, norms in results:
         assert norms == pytest.approx(one_rank_clipped[2], rel=2e-5)
@@ -119,11 +119,11 @@ def test_clipping_counts_remote_experts(world, parallel, one_rank, one_rank_clip
 @pytest.mark.parametrize("parallel", [dict(zero_stage=0), dict(), dict(zero_stage=2), dict(offload_optimizer=True)])
 @pytest.mark.timeout(900)  # DeepSpeed's CPU Adam is compiled at its first use, which takes minutes on a busy machine
 def test_resume_is_exact_on_one_rank(parallel, tmp_path):
-    options = dict(optimizer="adamw", timeout=800, **parallel)
-    whole, weights, _ = run_ranks(1, train, str(tmp_path / "whole"), 20, **options)[0]
-    run_ranks(1, train, str(tmp_path / "cut"), 20, 14, **options)  # stops after the checkpoint of step 10
-    rest, resumed, _ = run_ranks(1, train, str(tmp_path / "cut"), 20, None, resume=True, **options)[0]
-    assert rest == whole[10:]
+    options = dict(optimizer="adamw", eval_every=4, timeout=800, **parallel)
+    whole, weights, _ = run_ranks(1, train, str(tmp_path / "whole"), 8, **options)[0]
+    run_ranks(1, train, str(tmp_path / "cut"), 8, 6, **options)  # stops after the checkpoint of step 4
+    rest, resumed, _ = run_ranks(1, train, str(tmp_path / "cut"), 8, None, resume=True, **options)[0]
+    assert rest == whole[4:]
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
 
 
@@ -142,25 +142,28 @@ def test_the_dense_twin_takes_the_options_of_a_sharded_run(tmp_path):
 
 @pytest.mark.parametrize("before,after", [(1, 0), (0, 2)])
 def test_resume_at_another_zero_stage(before, after, tmp_path):
-    run = str(tmp_path)
-    expected = run_ranks(1, train, run, 14, optimizer="adamw", zero_stage=before)[0][0][10:]
-    resumed = run_ranks(1, train, run, 14, optimizer="adamw", zero_stage=after, resume=True)[0][0]
+    run, options = str(tmp_path), dict(optimizer="adamw", eval_every=4)
+    expected = run_ranks(1, train, run, 6, zero_stage=before, **options)[0][0][4:]
+    resumed = run_ranks(1, train, run, 6, zero_stage=after, resume=True, **options)[0][0]
     assert resumed == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return run_ranks(1, train, str(tmp_path_factory.mktemp("undisturbed")), 8, optimizer="adamw", eval_every=4)[0]
 
 
 @pytest.mark.parametrize(
     "before,after",
     [((2, 2), (1, 1)), ((1, 1), (2, 2)), ((2, 1), (2, 2)), ((4, 2), (4, 4)), ((4, 4), (1, 1)), ((4, 2), (2, 2))],
 )
-def test_resume_at_another_layout(before, after, tmp_path):
-    whole, weights, _ = run_ranks(1, train, str(tmp_path / "whole"), 20, optimizer="adamw")[0]
-    cut = str(tmp_path / "cut")
-    run_ranks(before[0], train, cut, 20, 10, optimizer="adamw", expert_parallel_size=before[1], fresh=True)
-    results = run_ranks(
-        after[0], train, cut, 20, None, optimizer="adamw", resume=True, expert_parallel_size=after[1], fresh=True
-    )
+def test_resume_at_another_layout(before, after, undisturbed, tmp_path):
+    whole, weights, _ = undisturbed
+    options = dict(optimizer="adamw", eval_every=4, fresh=True)
+    run_ranks(before[0], train, str(tmp_path), 8, 4, expert_parallel_size=before[1], **options)
+    results = run_ranks(after[0], train, str(tmp_path), 8, None, resume=True, expert_parallel_size=after[1], **options)
     for rest, resumed, _ in results:
-        assert rest == pytest.approx(whole[10:], abs=1e-4)
+        assert rest == pytest.approx(whole[4:], abs=1e-4)
         for name, weight in resumed.items():
             torch.testing.assert_close(weight, weights[name], atol=2e-3, rtol=1e-2)
 

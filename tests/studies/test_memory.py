@@ -88,6 +88,7 @@ def test_the_stand_in_takes_the_memory_of_the_cpu_kernels(dtype, rate):
 
 
 INTERPRETED = """
+import tests.support.triton  # quickens the interpreter
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer

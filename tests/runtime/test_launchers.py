@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ranks import _context
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.runtime import launchers
+from unifmoe_dist.runtime.local_ranks import write_output_to
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER_PREFIXES = ("OMPI_", "PMI", "SLURM_", "MPI_")
@@ -37,10 +39,18 @@ def joined(text: str) -> set[str]:
     return {line.strip() for line in text.splitlines() if line.startswith("joined")}
 
 
-def test_srun():
+def join(log: str, names: dict[str, str]) -> None:
+    write_output_to(log)
+    environment = clean_environment(**names)
+    os.environ.clear()
+    os.environ.update(environment)
+    exec(PROGRAM, {})
+
+
+def test_srun(tmp_path):
     """srun starts every process with its own variables; nothing else tells them of one another."""
-    processes = []
-    for rank in range(2):
+    processes, logs = [], [tmp_path / f"rank-{rank}" for rank in range(2)]
+    for rank, log in enumerate(logs):
         names = dict(
             SLURM_PROCID=str(rank),
             SLURM_LOCALID=str(rank),
@@ -48,12 +58,12 @@ def test_srun():
             SLURM_STEP_NODELIST="localhost",
             SLURM_JOB_ID=str(os.getpid()),
         )
-        command = [sys.executable, "-c", PROGRAM]
-        environment = clean_environment(**names)
-        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    assert joined("".join(outputs)) == EXPECTED
+        processes.append(_context.Process(target=join, args=(str(log), names)))
+        processes[-1].start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert joined("".join(log.read_text() for log in logs)) == EXPECTED
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun on this machine")

@@ -18,7 +18,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def make_config(
-    folder, *, steps=10, eval_every=10, optimizer="sgd", resume=False, seed=0, clip=0.0, dispatcher="auto", **parallel
+    folder, *, steps=14, eval_every=10, optimizer="sgd", resume=False, seed=0, clip=0.0, dispatcher="auto", **parallel
 ) -> TrainConfig:
     return TrainConfig(
         output=str(folder),

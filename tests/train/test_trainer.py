@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory):
-    return run_ranks(1, train, str(tmp_path_factory.mktemp("one")), 10)[0]
+    return run_ranks(1, train, str(tmp_path_factory.mktemp("one")), 14)[0]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def one_rank(tmp_path_factory):
 )
 def test_sgd_losses_equal_one_rank(world, parallel, one_rank, tmp_path):
     """SGD, because Adam would hide expert gradients that are scaled by the group size."""
-    results = run_ranks(world, train, str(tmp_path), 10, **parallel, fresh=True)
+    results = run_ranks(world, train, str(tmp_path), 14, **parallel, fresh=True)
     keys = [one_rank[1][f"blocks.3.mlp.experts.{e}.keys"] for e in (0, 1)]
     assert (keys[0] - keys[1]).abs().max() > 1e-4  # they started as copies: training moved them apart
     assert_same_training(results, one_rank)
@@ -66,7 +66,7 @@ def assert_same_training(results, expected):
 
 
 def train_with_ddp(rank, world, folder):
-    """The same 10 steps in plain torch: DistributedDataParallel and SGD, no DeepSpeed."""
+    """The same 14 steps in plain torch: DistributedDataParallel and SGD, no DeepSpeed."""
     config = make_config(folder)
     ranks = Ranks(rank, world, torch.device("cpu"))
     seed_everything(config.seed)
@@ -77,7 +77,7 @@ def train_with_ddp(rank, world, folder):
     schedule = build.build_schedule(config)(optimizer)
     batches = TrainBatches(task, config.data.batch_size, config.seed, rank, world, 1)
     losses = []
-    for step in range(10):
+    for step in range(14):
         for inputs, labels in batches.step(step):
             loss = torch.nn.functional.cross_entropy(replica(**inputs), labels)
             gram = sum(layer.diversity_loss() for layer in moe_layers(model).values())
@@ -95,7 +95,7 @@ def test_deepspeed_equals_plain_ddp(one_rank, tmp_path):
 
 @pytest.fixture(scope="module")
 def one_rank_clipped(tmp_path_factory):
-    return run_ranks(1, train, str(tmp_path_factory.mktemp("clipped")), 10, clip=0.3, zero_stage=0)[0]
+    return run_ranks(1, train, str(tmp_path_factory.mktemp("clipped")), 14, clip=0.3, zero_stage=0)[0]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def one_rank_clipped(tmp_path_factory):
 def test_clipping_counts_remote_experts(world, parallel, one_rank, one_rank_clipped, tmp_path):
     moved = [(one_rank_clipped[1][n] - w).abs().max() for n, w in one_rank[1].items()]
     assert max(moved) > 1e-3  # the limit is felt
-    results = run_ranks(world, train, str(tmp_path), 10, clip=0.3, **parallel, fresh=True)
+    results = run_ranks(world, train, str(tmp_path), 14, clip=0.3, **parallel, fresh=True)
     assert_same_training(results, one_rank_clipped)
     for _, _, norms in results:
         assert norms == pytest.approx(one_rank_clipped[2], rel=2e-5)

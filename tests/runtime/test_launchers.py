@@ -214,6 +214,17 @@ def test_mpirun_without_mpi_is_one_sentence(bare, tmp_path, monkeypatch, module,
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_rank_alone_may_take_any_free_port(bare):
+    """A sweep's runs do, and each asks twice which rank it is."""
+    bare.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    launchers.identify()
+    launchers.identify()
+    assert (bare["RANK"], bare["WORLD_SIZE"], bare["MASTER_PORT"]) == ("0", "1", "0")
+    bare.update(WORLD_SIZE="2")
+    with pytest.raises(UserError, match="MASTER_PORT must be a whole number of at least 1"):
+        launchers.identify()
+
+
 @pytest.mark.parametrize(
     "nodes,first",
     [

@@ -57,7 +57,8 @@ def identify() -> None:
     rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
     if rank >= size:
         raise UserError(f"RANK {rank} must be below WORLD_SIZE {size}; {_ADVICE}")
-    if "MASTER_PORT" in os.environ and _number("MASTER_PORT", 1) > 65535:
+    least = 0 if size == 1 else 1  # a rank alone listens on any free port if told 0
+    if "MASTER_PORT" in os.environ and _number("MASTER_PORT", least) > 65535:
         raise UserError(f"MASTER_PORT {os.environ['MASTER_PORT']} must be at most 65535; {_ADVICE}")
     if "LOCAL_RANK" in os.environ:
         _number("LOCAL_RANK", 0)

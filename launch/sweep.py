@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unifmoe_dist import resources
+from unifmoe_dist.data.registry import TASKS, find_task
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.studies.sweep.plan import Run, Selection, expand
-from unifmoe_dist.studies.tables import BENCHMARKS, SEEDS, TABLES
+from unifmoe_dist.studies.tables import SEEDS, TABLES
 from unifmoe_dist.train.cli import parse_train_config, run_main
 from unifmoe_dist.train.options import OptionParser
 
@@ -41,10 +42,10 @@ def parser() -> OptionParser:
     what.add_argument(
         "--tasks",
         nargs="+",
-        choices=BENCHMARKS,
+        choices=TASKS,
         metavar="TASK",
         default=[],
-        help=f"data sets: {', '.join(BENCHMARKS)} (the table's, or that of --config)",
+        help=f"data sets: {', '.join(TASKS)} (the table's, or that of --config)",
     )
     what.add_argument(
         "--methods",
@@ -170,8 +171,8 @@ def describe(runs: Sequence[Run], states: Sequence[State], discard_checkpoints: 
     needs = estimate(runs, states)
     for task, hours in needs.hours.items():
         number = sum(run.task == task and state is not State.FINISHED for run, state in zip(runs, states, strict=True))
-        lines.append(f"  {BENCHMARKS[task].title}: {number} runs, {hours:,.1f} h")
-    unit = "CPU-core hours" if set(needs.hours) <= {"digits", "acceptability"} else "GPU hours (RTX 3090)"
+        lines.append(f"  {find_task(task).title}: {number} runs, {hours:,.1f} h")
+    unit = "GPU hours (RTX 3090)" if any(find_task(task).family for task in needs.hours) else "CPU-core hours"
     lines.append(f"time: {sum(needs.hours.values()):,.1f} {unit}")
     if needs.unknown:
         lines.append(f"      and {needs.unknown} runs for which there is no basis yet")

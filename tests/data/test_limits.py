@@ -13,9 +13,9 @@ from unifmoe_dist.data.acceptability import acceptability_task
 from unifmoe_dist.data.encoders import TINY, Encoder
 from unifmoe_dist.data.glue import glue_task
 from unifmoe_dist.data.glue_files import read_glue
+from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.vision_backbone import build_backbone
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.studies.memory.models import longest_sentence
 from unifmoe_dist.train.cli import parse_train_config
 
 LONG = " ".join(["word"] * 60)  # 240 tokens: the tokenizer's are characters
@@ -65,7 +65,7 @@ def test_texts_are_cut_to_the_models_own_limit(kind, positions, longest, tmp_pat
     with torch.no_grad():
         assert task.build_model()(**inputs).logits.isfinite().all()
     words = ["--data.task", "rte", "--model.backbone", str(folder), "--model.pretrained", "none"]
-    assert longest_sentence(parse_train_config(words)) == longest  # what a memory estimate counts
+    assert find_task("rte").input_size(parse_train_config(words)) == (longest,)  # what a memory estimate counts
 
 
 def test_the_acceptability_task_cuts_too(tmp_path):

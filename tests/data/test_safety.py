@@ -20,17 +20,16 @@ from torch import nn
 
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.data import archives
-from unifmoe_dist.data.acceptability import build_encoder
 from unifmoe_dist.data.download import download
 from unifmoe_dist.data.encoders import TINY, Encoder
 from unifmoe_dist.data.images import NotAnImage, decode
 from unifmoe_dist.data.vision_backbone import build_backbone
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.files import sha256
 from unifmoe_dist.runtime.ranks import Ranks
 from unifmoe_dist.studies.figures.training import curves_figure
 from unifmoe_dist.studies.report.results import collect
 from unifmoe_dist.train import checkpoint
-from unifmoe_dist.train.checkpoint import _sha256
 from unifmoe_dist.train.cli import load_train_config, parse_train_config
 from unifmoe_dist.train.export import FORMAT, load_consolidated, load_exported
 from unifmoe_dist.train.random_state import random_state
@@ -89,9 +88,9 @@ def test_weights_of_a_vision_backbone(name, make, tmp_path, sprung):
 def test_weights_of_an_encoder(name, make, tmp_path, sprung):
     Encoder(TINY, "none").classifier(2, 0.0).config.save_pretrained(tmp_path)
     (tmp_path / name).write_bytes(make(sprung))
-    for load in (lambda: Encoder("bert-base-cased", str(tmp_path)).classifier(2, 0.0), lambda: build_encoder(tmp_path)):
+    for encoder, dropout in ((Encoder("bert-base-cased", str(tmp_path)), 0.0), (Encoder(str(tmp_path)), None)):
         with pytest.raises(UserError):
-            load()
+            encoder.classifier(2, dropout)
 
 
 def test_a_model_folder_that_brings_its_own_code(tmp_path, sprung):
@@ -150,7 +149,7 @@ class Saved:
         """Put other content into a file, with a manifest that agrees."""
         (self.folder / name).write_bytes(content)
         manifest = json.loads((self.folder / "manifest.json").read_text())
-        manifest[name] = {"bytes": len(content), "sha256": _sha256(self.folder / name)}
+        manifest[name] = {"bytes": len(content), "sha256": sha256(self.folder / name)}
         (self.folder / "manifest.json").write_text(json.dumps(manifest))
 
     def load(self) -> dict:

@@ -9,10 +9,11 @@ import torch
 
 from tests.support.fidelity import D, H, K, with_weights
 from tests.support.gates import mass
+from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods import LayerOptions
 from unifmoe_dist.methods.mass import MASSConfig, MASSLayer
-from unifmoe_dist.studies.tables import BENCHMARKS, GLUE
+from unifmoe_dist.studies.tables import GLUE
 from unifmoe_dist.train import checkpoint
 from unifmoe_dist.train.build import layer_options
 from unifmoe_dist.train.cli import dump_train_config, load_train_config, parse_train_config
@@ -23,8 +24,8 @@ from unifmoe_dist.train.step import TrainingStep
 def config_of(task, method):
     from unifmoe_dist.methods.registry import METHODS, with_options
 
-    benchmark = BENCHMARKS[task]
-    config = load_train_config(f"configs/{benchmark.config}")
+    benchmark = find_task(task)
+    config = load_train_config(f"configs/{benchmark.base_config}")
     return with_options(config, {**METHODS[method].options, **benchmark.method_options.get(method, {})})
 
 
@@ -50,7 +51,7 @@ def test_mass_on_glue_as_in_the_authors_scripts():
     options = layer_options(in_steps(config, SimpleNamespace(train=[range(8551)])))
     assert (options.num_experts, options.max_experts, options.mass_threshold) == (8, 16, 0.5)
     assert (options.expansion_steps, options.mass_window, options.mass_warmup) == (268, 241, 134)
-    assert options.mass_untried == 1 and all("mass" in BENCHMARKS[task].method_options for task in GLUE)
+    assert options.mass_untried == 1 and all("mass" in find_task(task).method_options for task in GLUE)
     chosen = parse_train_config(["--model.mass_window", "9", "--model.mass_warmup", "4"])
     assert (layer_options(chosen).mass_window, layer_options(chosen).mass_warmup) == (9, 4)
 

@@ -8,7 +8,6 @@ import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
@@ -16,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.jobs import run_job
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer
-from unifmoe_dist.config import GlueName, TrainConfig
-from unifmoe_dist.data.benchmarks import BENCHMARKS
+from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.studies import memory
 from unifmoe_dist.studies.memory.engine import Group
@@ -245,7 +244,7 @@ def test_configurations_fit_an_rtx_3090(path):
     environments = len(task_of_sizes(config).train)
     data, optim = config.data, config.optim.name
     what = (config.model, config.parallel, data.batch_size, data.image_size, optim, environments)
-    kind = "vision" if data.task in BENCHMARKS else "GLUE" if data.task in get_args(GlueName) else data.task
+    kind = find_task(data.task).family or data.task
     key = repr((*what, kind))
     CONFIG_OF_KEY.setdefault(key, config)  # data sets that differ in their classes only are estimated once
     assert needed(key) < 24

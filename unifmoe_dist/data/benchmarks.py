@@ -7,10 +7,12 @@ that of their sorted folder names, because the split of an environment depends o
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
-from unifmoe_dist.errors import UserError
+from unifmoe_dist.data.task import find_environment
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""ImageNet's channel statistics, of values in 0..1, by which DomainBed normalises images."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,9 @@ class Benchmark:
         classes: Class folders, where the list is short; otherwise environments are checked against one another.
         duplicates: File in the data set's folder that lists images to leave out, one path a line.
         other_totals: Totals of other versions that are in circulation.
+        short_title: Name in tables, where the title is too long for them.
+        disk_gb: Size of archives and unpacked files together, about.
+        annotations: Folder of annotations in the archives, by which images are to be sorted into environments.
     """
 
     name: str
@@ -70,6 +75,9 @@ class Benchmark:
     classes: tuple[str, ...] | None = None
     duplicates: Archive | None = None
     other_totals: tuple[int, ...] = ()
+    short_title: str | None = None
+    disk_gb: float = 0.0
+    annotations: str | None = None
 
     @property
     def images(self) -> int:
@@ -82,31 +90,30 @@ class Benchmark:
         Raises:
             UserError: there is no such environment.
         """
-        given = str(held_out)
-        wanted = plain(given)
-        for index, environment in enumerate(self.environments):
-            if wanted in (plain(environment.name), plain(environment.folder)):
-                return index
-        if not isinstance(held_out, bool) and given.isdecimal() and int(given) < len(self.environments):
-            return int(given)
-        names = ", ".join(environment.name for environment in self.environments)
-        raise UserError(
-            f"data.held_out {held_out!r} is no environment of {self.title}; give --data.held_out one of {names}, or an "
-            f"index from 0 to {len(self.environments) - 1}."
-        )
+        names, folders = zip(*((e.name, e.folder) for e in self.environments), strict=True)
+        return find_environment(held_out, self.title, names, folders)
 
 
-def plain(name: str) -> str:
-    """Lower case, letters and digits only: "Real World", "real_world" and "RealWorld" are one name."""
-    return re.sub(r"[^a-z0-9]", "", name.lower())
+def _environments(names: str, *images: int, folders: str | None = None) -> tuple[Environment, ...]:
+    """Environments by name, of so many images each, whose folders have the same names unless others are given."""
+    listed = names.split(", ")
+    return tuple(map(Environment, listed, folders.split(", ") if folders else listed, images))
 
 
-def _drive(file: str, key: str) -> Archive:
-    return Archive(file, f"https://drive.google.com/uc?id={key}", by_hand=True)
+def _drive(file: str, key: str) -> tuple[Archive, ...]:
+    return (Archive(file, f"https://drive.google.com/uc?id={key}", by_hand=True),)
 
 
 _LILA = "https://storage.googleapis.com/public-datasets-lila/caltechcameratraps"
 _VISDA = "http://csr.bu.edu/ftp/visda/2019/multi-source"
+_VISDA_FOLDERS = {
+    "clipart": "groundtruth/",
+    "infograph": "",
+    "painting": "groundtruth/",
+    "quickdraw": "",
+    "real": "",
+    "sketch": "",
+}
 
 TERRA_IMAGES = "eccv_18_all_images_sm"
 TERRA_ANNOTATIONS = "eccv_18_annotation_files"
@@ -118,53 +125,42 @@ BENCHMARKS = {
             "pacs",
             "PACS",
             "PACS",
-            (
-                Environment("Art", "art_painting", 2048),
-                Environment("Cartoon", "cartoon", 2344),
-                Environment("Photo", "photo", 1670),
-                Environment("Sketch", "sketch", 3929),
+            _environments(
+                "Art, Cartoon, Photo, Sketch", 2048, 2344, 1670, 3929, folders="art_painting, cartoon, photo, sketch"
             ),
             7,
-            (_drive("PACS.zip", "1JFr8f805nMUelQWWmfnJR3y4_SYoN5Pd"),),
+            _drive("PACS.zip", "1JFr8f805nMUelQWWmfnJR3y4_SYoN5Pd"),
             classes=("dog", "elephant", "giraffe", "guitar", "horse", "house", "person"),
+            disk_gb=0.4,
         ),
         Benchmark(
             "vlcs",
             "VLCS",
             "VLCS",
-            (
-                Environment("Caltech101", "Caltech101", 1415),
-                Environment("LabelMe", "LabelMe", 2656),
-                Environment("SUN09", "SUN09", 3282),
-                Environment("VOC2007", "VOC2007", 3376),
-            ),
+            _environments("Caltech101, LabelMe, SUN09, VOC2007", 1415, 2656, 3282, 3376),
             5,
-            (_drive("VLCS.tar.gz", "1skwblH1_okBwxWxmRsp9_qi15hyPpxg8"),),
+            _drive("VLCS.tar.gz", "1skwblH1_okBwxWxmRsp9_qi15hyPpxg8"),
             classes=("bird", "car", "chair", "dog", "person"),
+            disk_gb=7.0,
         ),
         Benchmark(
             "officehome",
             "OfficeHome",
             "office_home",
-            (
-                Environment("Art", "Art", 2427),
-                Environment("Clipart", "Clipart", 4365),
-                Environment("Product", "Product", 4439),
-                Environment("Real World", "Real World", 4357),
-            ),
+            _environments("Art, Clipart, Product, Real World", 2427, 4365, 4439, 4357),
             65,
-            (_drive("office_home.zip", "1uY0pj7oFsjMxRwaD3Sxy0jgel0fsYXLC"),),
+            _drive("office_home.zip", "1uY0pj7oFsjMxRwaD3Sxy0jgel0fsYXLC"),
+            disk_gb=2.2,
         ),
         # Counts: github.com/khanrc/miro/issues/9, which also reports that today's archives give 24,330 images.
         Benchmark(
             "terraincognita",
             "TerraIncognita",
             "terra_incognita",
-            (
-                Environment("L100", "location_100", 4879),
-                Environment("L38", "location_38", 9767),
-                Environment("L43", "location_43", 4020),
-                Environment("L46", "location_46", 6122),
+            _environments(
+                "L100, L38, L43, L46",
+                *(4879, 9767, 4020, 6122),
+                folders="location_100, location_38, location_43, location_46",
             ),
             10,
             (
@@ -173,28 +169,21 @@ BENCHMARKS = {
             ),
             classes=("bird", "bobcat", "cat", "coyote", "dog", "empty", "opossum", "rabbit", "raccoon", "squirrel"),
             other_totals=(24330,),
+            short_title="TerraInc.",
+            disk_gb=13.0,
+            annotations=TERRA_ANNOTATIONS,
         ),
         Benchmark(
             "domainnet",
             "DomainNet",
             "domain_net",
-            (
-                Environment("Clipart", "clipart", 48129),
-                Environment("Infograph", "infograph", 51605),
-                Environment("Painting", "painting", 72266),
-                Environment("Quickdraw", "quickdraw", 172500),
-                Environment("Real", "real", 172947),
-                Environment("Sketch", "sketch", 69128),
+            _environments(
+                "Clipart, Infograph, Painting, Quickdraw, Real, Sketch",
+                *(48129, 51605, 72266, 172500, 172947, 69128),
+                folders=", ".join(_VISDA_FOLDERS),
             ),
             345,
-            (
-                Archive("clipart.zip", f"{_VISDA}/groundtruth/clipart.zip"),
-                Archive("infograph.zip", f"{_VISDA}/infograph.zip"),
-                Archive("painting.zip", f"{_VISDA}/groundtruth/painting.zip"),
-                Archive("quickdraw.zip", f"{_VISDA}/quickdraw.zip"),
-                Archive("real.zip", f"{_VISDA}/real.zip"),
-                Archive("sketch.zip", f"{_VISDA}/sketch.zip"),
-            ),
+            tuple(Archive(f"{name}.zip", f"{_VISDA}/{at}{name}.zip") for name, at in _VISDA_FOLDERS.items()),
             # 9,431 paths; the checksum is that of the file at DomainBed's commit b93c22a.
             duplicates=Archive(
                 "domain_net_duplicates.txt",
@@ -202,6 +191,7 @@ BENCHMARKS = {
                 "domain_net_duplicates.txt",
                 sha256="a52b4ab70203f4f3df381077694dba3e33ff44c26407e1c5faca76919c702770",
             ),
+            disk_gb=37.0,
         ),
     )
 }

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from unifmoe_dist.data.archives import sha256
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.files import sha256
 
 TRIES = 5
 CHUNK = 1 << 20

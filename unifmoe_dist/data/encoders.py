@@ -88,19 +88,20 @@ class Encoder:
         with self._explained("config"):
             return AutoConfig.from_pretrained(self.source, trust_remote_code=False)
 
-    def classifier(self, num_classes: int, dropout: float) -> nn.Module:
+    def classifier(self, num_classes: int, dropout: float | None = None) -> nn.Module:
         """The model with a new classifier of `num_classes`, in float32; new weights come from torch's generator.
 
         Args:
             num_classes: Width of the logits.
-            dropout: Dropout of hidden states and of the classifier's input; attention keeps the model's own.
+            dropout: Dropout of hidden states and of the classifier's input, None for the model's own, which attention
+                keeps.
 
         Raises:
             UserError: config or weights cannot be had from the source, or do not belong together.
         """
         from transformers import AutoConfig, AutoModelForSequenceClassification
 
-        given = {"num_labels": num_classes, "hidden_dropout_prob": dropout}
+        given = {"num_labels": num_classes} | ({} if dropout is None else {"hidden_dropout_prob": dropout})
         if self._is_tiny():
             return AutoModelForSequenceClassification.from_config(_tiny_config(given))
         with self._explained("weights"), _quiet():
@@ -130,21 +131,8 @@ class Encoder:
         Raises:
             UserError: the backbone is no folder and none of the known ones, and the hub cannot be reached.
         """
-        given: dict[str, Any] = {"num_labels": num_classes, "hidden_dropout_prob": dropout}
         if name := self.known:
-            from transformers import BertConfig, BertForSequenceClassification
-
-            width, layers, heads, hidden, vocabulary = _BERT_SIZES[name]
-            return BertForSequenceClassification(
-                BertConfig(
-                    hidden_size=width,
-                    num_hidden_layers=layers,
-                    num_attention_heads=heads,
-                    intermediate_size=hidden,
-                    vocab_size=vocabulary,
-                    **given,
-                )
-            )
+            return untrained_bert(*_BERT_SIZES[name], num_labels=num_classes, hidden_dropout_prob=dropout)
         try:
             return Encoder(self.source, "none").classifier(num_classes, dropout)
         except UserError as error:
@@ -178,6 +166,24 @@ class Encoder:
                 f"the {what} of {place} cannot be had ({reason}); check the name and the network, or set "
                 "model.pretrained to a folder that holds config, weights and tokenizer."
             ) from error
+
+
+def untrained_bert(
+    width: int, layers: int, heads: int, hidden: int, vocabulary: int = 30522, **given: Any
+) -> nn.Module:
+    """A BERT classifier with random weights, of two classes unless `given` says otherwise."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    return BertForSequenceClassification(
+        BertConfig(
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            intermediate_size=hidden,
+            vocab_size=vocabulary,
+            **given,
+        )
+    )
 
 
 @contextmanager

@@ -6,23 +6,93 @@ validation split both selects the epoch and is reported: `test` is `validation`,
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from unifmoe_dist.data.encoders import GLUE_BACKBONE, Encoder
-from unifmoe_dist.data.glue_files import FORMATS, Examples, read_glue
-from unifmoe_dist.data.limits import check_tokens, longest_input
-from unifmoe_dist.data.metrics import ACCURACY, ACCURACY_AND_F1, MATTHEWS
+from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.data.glue_files import FORMATS, read_glue
+from unifmoe_dist.data.language import LanguageTask, encoded_task
+from unifmoe_dist.data.metrics import ACCURACY, ACCURACY_AND_F1, MATTHEWS, Metric
 from unifmoe_dist.data.task import TaskData
-from unifmoe_dist.data.text import EncodedTexts, PadCollator
 
-METRICS = {"cola": MATTHEWS, "mrpc": ACCURACY_AND_F1, "qnli": ACCURACY, "mnli": ACCURACY, "rte": ACCURACY}
+if TYPE_CHECKING:
+    from torch import nn
+
+    from unifmoe_dist.data.encoders import Encoder
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What GLUE's tasks differ in, besides how they are stored.
+
+    Attributes:
+        metric: What GLUE scores it by.
+        train, validation: Examples of the two splits (MNLI: matched).
+        padded_length: Mean length of a padded batch of 32, in tokens, as far as it can be guessed.
+        disk_gb: As of `Task`.
+        class_names: Where the files give numbers.
+        most_experts: Experts that DynMoE may have at most, as its authors' scripts have it.
+    """
+
+    metric: Metric
+    train: int
+    validation: int
+    padded_length: int
+    disk_gb: float = 0.01
+    class_names: tuple[str, ...] | None = None
+    most_experts: int = 16
+
+
+FACTS = {
+    "cola": Facts(MATTHEWS, 8_551, 1_043, 20, class_names=("not acceptable", "acceptable")),
+    "mrpc": Facts(ACCURACY_AND_F1, 3_668, 408, 70, class_names=("not equivalent", "equivalent")),
+    "qnli": Facts(ACCURACY, 104_743, 5_463, 90, disk_gb=0.05, most_experts=10),
+    "mnli": Facts(ACCURACY, 392_702, 9_815, 70, disk_gb=0.4, most_experts=10),
+    "rte": Facts(ACCURACY, 2_490, 277, 110),
+}
+
+
+class Glue(LanguageTask):
+    """The five tasks in the registry of tasks; `FACTS` and `FORMATS` say what they differ in."""
+
+    family = "glue"
+    ignored = ("model.drop_path", "data.image_size")
+    backbone_sizes = 333.6e6, 1024, 4096
+    learning_rates = (2e-5, 3e-5, 5e-5)
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        facts, stored = FACTS[name], FORMATS[name]
+        self.title, self.num_classes = stored.folder, len(stored.classes)
+        self.class_names = facts.class_names or stored.classes
+        self.base_config, self.disk_gb = f"glue/{name}.yaml", facts.disk_gb
+        # As the authors' GLUE scripts have it (github.com/LINs-lab/DynMoE, github.com/psmiz/MASS).
+        most = {"model.num_experts": 8, "model.max_experts": facts.most_experts}
+        mass = {"model.num_experts": 8, "model.max_experts": 16, "model.mass_threshold": 0.5}
+        self.method_options = {"dynmoe": {**most, "model.adapt_every": "epoch"}, "mass": mass}
+
+    def read(self, config: TrainConfig) -> TaskData:
+        return glue_task(self.name, config.data.root, self.encoder(config), config.model.dropout)
+
+    def encoder(self, config: TrainConfig) -> Encoder:
+        from unifmoe_dist.data.encoders import GLUE_BACKBONE, Encoder
+
+        return Encoder(config.model.backbone or GLUE_BACKBONE, config.model.pretrained)
+
+    def untrained(self, config: TrainConfig) -> nn.Module:
+        return self.encoder(config).untrained(self.num_classes, config.model.dropout)
+
+    def offline(self, config: TrainConfig, backbone: Path | None) -> TrainConfig:
+        if backbone is None:
+            return config
+        return replace(config, model=replace(config.model, backbone=str(backbone), pretrained="none"))
 
 
 def glue_task(
     name: str, root: str | Path | None = None, encoder: Encoder | None = None, dropout: float = 0.1
 ) -> TaskData:
-    """One task, tokenised to at most 128 tokens, or fewer if the model takes fewer, and padded batch by batch.
+    """One task; the rest is as `encoded_task` has it.
 
     Args:
         name: cola, mrpc, qnli, mnli (matched) or rte.
@@ -30,33 +100,11 @@ def glue_task(
         encoder: Backbone and tokenizer; BERT-large-cased from the hub by default.
         dropout: Dropout of the backbone's embeddings and outputs.
 
-    Returns:
-        One training environment; `collate` gives `input_ids`, `attention_mask` and, where the tokenizer uses them,
-        `token_type_ids`, each `(N, T) int64`; the model returns an object with `.logits (N, classes)`.
-
     Raises:
         UserError: data, tokenizer or (from `build_model`) weights are missing or unreadable.
     """
+    from unifmoe_dist.data.encoders import GLUE_BACKBONE, Encoder
+
+    classes, metric = len(FORMATS[name].classes), FACTS[name].metric
     encoder = encoder or Encoder(GLUE_BACKBONE)
-    train, validation = read_glue(name, root)
-    tokenizer, config = encoder.tokenizer(), encoder.config()
-    longest = longest_input(config, tokenizer, encoder.source)
-
-    def encoded(part: Examples) -> EncodedTexts:
-        first, *second = zip(*part.texts, strict=True)
-        return EncodedTexts(first, part.labels, tokenizer, second[0] if second else None, longest)
-
-    training, validating, classes = encoded(train), encoded(validation), len(FORMATS[name].classes)
-    types = "token_type_ids" in tokenizer.model_input_names
-    check_tokens(config, [training, validating], encoder.source)
-    return TaskData(
-        name=name,
-        num_classes=classes,
-        train=[training],
-        validation=[validating],
-        test=[validating],
-        environments=(name,),
-        collate=PadCollator(int(tokenizer.pad_token_id), types),
-        build_model=partial(encoder.classifier, classes, dropout),
-        metric=METRICS[name],
-    )
+    return encoded_task(name, read_glue(name, root), encoder, classes, environment=name, dropout=dropout, metric=metric)

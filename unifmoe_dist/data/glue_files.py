@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from unifmoe_dist.data.language import Examples
 from unifmoe_dist.errors import UserError
 
 HUB = "nyu-mll/glue"
@@ -31,6 +32,8 @@ class GlueFormat:
         hub_columns: Columns of the texts on the hub.
         header: Names of the columns where the official files have no header line.
         split: Suffix of the names of the validation split.
+        undecided: Label of rows that GLUE leaves out, since annotators did not agree.
+        by_microsoft: Whether Microsoft's own archive is read too.
     """
 
     name: str
@@ -41,45 +44,30 @@ class GlueFormat:
     hub_columns: tuple[str, ...]
     header: tuple[str, ...] | None = None
     split: str = ""
+    undecided: str | None = None
+    by_microsoft: bool = False
 
 
 _BINARY, _ENTAILED = ("0", "1"), ("entailment", "not_entailment")
-_PAIR = ("sentence1", "sentence2")
+_INFERRED = ("entailment", "neutral", "contradiction")
+_ONE, _PAIR, _QUESTION, _PREMISE = (
+    ("sentence",),
+    ("sentence1", "sentence2"),
+    ("question", "sentence"),
+    ("premise", "hypothesis"),
+)
+_COLA_HEADER = ("source", "label", "judgement", "sentence")
 
 FORMATS = {
     task.name: task
     for task in (
-        GlueFormat(
-            "cola",
-            "CoLA",
-            _BINARY,
-            ("sentence",),
-            "label",
-            ("sentence",),
-            header=("source", "label", "judgement", "sentence"),
-        ),
-        GlueFormat("mrpc", "MRPC", _BINARY, ("#1 String", "#2 String"), "Quality", _PAIR),
-        GlueFormat("qnli", "QNLI", _ENTAILED, ("question", "sentence"), "label", ("question", "sentence")),
-        GlueFormat(
-            "mnli",
-            "MNLI",
-            ("entailment", "neutral", "contradiction"),
-            _PAIR,
-            "gold_label",
-            ("premise", "hypothesis"),
-            split="_matched",
-        ),
+        GlueFormat("cola", "CoLA", _BINARY, _ONE, "label", _ONE, header=_COLA_HEADER),
+        GlueFormat("mrpc", "MRPC", _BINARY, ("#1 String", "#2 String"), "Quality", _PAIR, by_microsoft=True),
+        GlueFormat("qnli", "QNLI", _ENTAILED, _QUESTION, "label", _QUESTION),
+        GlueFormat("mnli", "MNLI", _INFERRED, _PAIR, "gold_label", _PREMISE, split="_matched", undecided="-"),
         GlueFormat("rte", "RTE", _ENTAILED, _PAIR, "label", _PAIR),
     )
 }
-
-
-@dataclass
-class Examples:
-    """One split: a tuple of one or two texts per item, and its class."""
-
-    texts: list[tuple[str, ...]]
-    labels: list[int]
 
 
 def read_glue(name: str, root: str | Path | None) -> tuple[Examples, Examples]:
@@ -116,7 +104,7 @@ def check_layout(name: str, root: str | Path) -> str:
     task = FORMATS[name]
     folder = _task_folder(task, Path(root))
     tables = [path for path in (folder / "train.tsv", folder / f"dev{task.split}.tsv") if path.is_file()]
-    if len(tables) < 2 and task.name == "mrpc":
+    if len(tables) < 2 and task.by_microsoft:
         tables = [path for path in sorted(folder.glob("msr_paraphrase_t*.txt")) if path.is_file()]
     if len(tables) == 2:
         for path in tables:
@@ -159,7 +147,7 @@ def _from_tsv(task: GlueFormat, folder: Path) -> tuple[Examples, Examples] | Non
 def _from_msr(task: GlueFormat, folder: Path) -> tuple[Examples, Examples] | None:
     """MRPC as Microsoft ships it; GLUE's validation split is the part of its training file that dev_ids.tsv lists."""
     train, test = folder / "msr_paraphrase_train.txt", folder / "msr_paraphrase_test.txt"
-    if task.name != "mrpc" or not train.is_file():
+    if not task.by_microsoft or not train.is_file():
         return None
     lists = [path for path in (folder / "dev_ids.tsv", folder / "mrpc_dev_ids.tsv") if path.is_file()]
     if lists:
@@ -218,8 +206,8 @@ def _rows(task: GlueFormat, path: Path) -> Iterable[_Row]:
 def _examples(task: GlueFormat, path: Path, rows: Iterable[_Row]) -> Examples:
     found = Examples([], [])
     for number, row in rows:
-        if task.name == "mnli" and row[task.label] == "-":
-            continue  # its annotators did not agree; GLUE leaves such pairs out
+        if row[task.label] == task.undecided:
+            continue
         if row[task.label] not in task.classes:
             raise UserError(
                 f"{path} line {number} has the label {row[task.label]!r}; it must be one of {', '.join(task.classes)}."

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from unifmoe_dist.data.benchmarks import Benchmark, Environment, plain
+from unifmoe_dist.data.benchmarks import Benchmark, Environment
+from unifmoe_dist.data.task import plain
 from unifmoe_dist.errors import UserError
 
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")

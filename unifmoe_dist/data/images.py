@@ -21,11 +21,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 from torchvision import transforms
 
+from unifmoe_dist.data.benchmarks import MEAN, STD
 from unifmoe_dist.data.image_folders import ImageFolder
 from unifmoe_dist.errors import UserError
-
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""ImageNet's channel statistics, of values in 0..1."""
 
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
 """What a file may hold, whatever its name says. Pillow would hand others, such as EPS, to other programs."""

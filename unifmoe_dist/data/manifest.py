@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from unifmoe_dist.data.archives import sha256
 from unifmoe_dist.data.image_folders import ImageFolder
+from unifmoe_dist.files import sha256
 
 MANIFEST = "manifest.json"
 

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unifmoe_dist.data.archives import sha256, unpack
-from unifmoe_dist.data.benchmarks import TERRA_ANNOTATIONS, TERRA_IMAGES, Archive, Benchmark, plain
+from unifmoe_dist.data.archives import unpack
+from unifmoe_dist.data.benchmarks import TERRA_IMAGES, Archive, Benchmark
 from unifmoe_dist.data.download import download
 from unifmoe_dist.data.image_folders import list_images
 from unifmoe_dist.data.manifest import write_manifest
+from unifmoe_dist.data.task import plain
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.files import sha256
 
 _DEPTH = 4  # of the folder that holds the environments, inside an archive
 
@@ -64,7 +66,7 @@ def prepare(benchmark: Benchmark, archives: Sequence[Path], root: Path, progress
             unpack(archive, work / "unpacked", progress)
         made = work / benchmark.folder
         made.mkdir()
-        if benchmark.name == "terraincognita" and (annotations := _find(work / "unpacked", TERRA_ANNOTATIONS)):
+        if benchmark.annotations and (annotations := _find(work / "unpacked", benchmark.annotations)):
             _arrange_terra(benchmark, work / "unpacked", annotations, made)
         else:
             _arrange(benchmark, work / "unpacked", made)

@@ -11,7 +11,7 @@ import hashlib
 import random
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -131,64 +131,52 @@ def _with_fault(sentence: str) -> str | None:
     rng = random.Random(_digest(sentence))
     words = sentence[:-1].split(" ")
     words[0] = words[0][0].lower() + words[0][1:]
-    faults = [_swap, _drop, _change_form, _double_determiner, _move]
+    faults = list(_FAULTS)
     rng.shuffle(faults)
-    for fault in faults:
-        result = fault(words, rng)
+    for kinds, fault in faults:
+        places = [i for i, word in enumerate(words[:-1]) if word in kinds]
+        if fault is _swap:
+            places = [i for i in places if words[i + 1] not in _FUNCTION_WORDS]
+        result = fault(words, rng.choice(places), rng) if places else None
         if result is not None and result != words:
             text = " ".join(result)
             return text[0].upper() + text[1:].rstrip(",") + "."
     return None
 
 
-def _places(words: list[str], kinds: frozenset[str], last: int = 1) -> list[int]:
-    """Positions of the given words, leaving out the ``last`` final ones."""
-    return [i for i, word in enumerate(words[: len(words) - last]) if word in kinds]
-
-
-def _swap(words: list[str], rng: random.Random) -> list[str] | None:
-    places = [i for i in _places(words, _DETERMINERS | _PREPOSITIONS) if words[i + 1] not in _FUNCTION_WORDS]
-    if not places:
-        return None
-    i = rng.choice(places)
+def _swap(words: list[str], i: int, rng: random.Random) -> list[str]:
     return [*words[:i], words[i + 1].rstrip(","), words[i], *words[i + 2 :]]
 
 
-def _drop(words: list[str], rng: random.Random) -> list[str] | None:
-    places = _places(words, _DROPPABLE)
-    if not places:
-        return None
-    i = rng.choice(places)
+def _drop(words: list[str], i: int, rng: random.Random) -> list[str]:
     return words[:i] + words[i + 1 :]
 
 
-def _change_form(words: list[str], rng: random.Random) -> list[str] | None:
-    places = _places(words, frozenset(_OTHER_FORM))
-    if not places:
-        return None
-    i = rng.choice(places)
+def _change_form(words: list[str], i: int, rng: random.Random) -> list[str]:
     return [*words[:i], _OTHER_FORM[words[i]], *words[i + 1 :]]
 
 
-def _double_determiner(words: list[str], rng: random.Random) -> list[str] | None:
-    places = _places(words, _DETERMINERS)
-    if not places:
-        return None
-    i = rng.choice(places)
+def _double_determiner(words: list[str], i: int, rng: random.Random) -> list[str]:
     return [*words[: i + 1], "the" if words[i] != "the" else "a", *words[i + 1 :]]
 
 
-def _move(words: list[str], rng: random.Random) -> list[str] | None:
-    places = _places(words, _FUNCTION_WORDS)
-    if not places:
-        return None
-    i = rng.choice(places)
+def _move(words: list[str], i: int, rng: random.Random) -> list[str] | None:
     rest = words[:i] + words[i + 1 :]
-    targets = [j for j in range(1, len(rest)) if abs(j - i) >= 3 and rest[j] != words[i] and rest[j - 1] != words[i]]
+    targets = [j for j in range(1, len(rest)) if abs(j - i) >= 3 and words[i] not in (rest[j], rest[j - 1])]
     if not targets:
         return None
     j = rng.choice(targets)
     return [*rest[:j], words[i], *rest[j:]]
+
+
+_FAULTS: tuple[tuple[frozenset[str], Callable[[list[str], int, random.Random], list[str] | None]], ...] = (
+    (_DETERMINERS | _PREPOSITIONS, _swap),
+    (_DROPPABLE, _drop),
+    (frozenset(_OTHER_FORM), _change_form),
+    (_DETERMINERS, _double_determiner),
+    (_FUNCTION_WORDS, _move),
+)
+"""The words that a fault may begin at, and what it makes of a sentence at one of them."""
 
 
 def real_label(sentence: str) -> int:

@@ -28,6 +28,11 @@ SHORT = MASSRecipe(2, 0, 0)
 """The rule without its floors, for runs of some hundred steps, in which the floors would end expansion unused."""
 
 
+def mass_recipe(family: str) -> MASSRecipe:
+    """Which script a task follows, by its benchmark; small tasks of their own are too short for either's floors."""
+    return {"domainbed": VISION, "glue": LANGUAGE}.get(family, SHORT)
+
+
 @dataclass(frozen=True)
 class MASSSchedule:
     """Steps of expansion, of the window and of the warm-up."""

@@ -1,85 +1,12 @@
-"""The paper's tables as data: which data sets, held-out environments, methods, seeds and learning rates each needs."""
+"""The paper's tables as data: which data sets, methods and seeds each needs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 SEEDS = (0, 1, 2)
 """Three independently seeded runs of everything."""
 
-
-@dataclass(frozen=True)
-class Benchmark:
-    """What a data set adds to a sweep.
-
-    Args:
-        task: Value of data.task.
-        title: Name for readers.
-        config: Its base configuration, below configs/.
-        environments: Environments that are held out in turn; none for language.
-        learning_rates: Peak learning rates to choose from by validation; none keeps the base configuration's.
-        method_options: Options that a method has here in place of its own, by method and dotted name.
-    """
-
-    task: str
-    title: str
-    config: str
-    environments: tuple[str, ...] = ()
-    learning_rates: tuple[float, ...] = ()
-    method_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-
-
-def _glue(task: str, title: str, most_dynmoe: int = 16) -> Benchmark:
-    # As the authors' GLUE scripts have it (github.com/LINs-lab/DynMoE, github.com/psmiz/MASS).
-    dynmoe = {"model.num_experts": 8, "model.max_experts": most_dynmoe, "model.adapt_every": "epoch"}
-    mass = {"model.num_experts": 8, "model.max_experts": 16, "model.mass_threshold": 0.5}
-    return Benchmark(
-        task,
-        title,
-        f"glue/{task}.yaml",
-        learning_rates=(2e-5, 3e-5, 5e-5),
-        method_options={"dynmoe": dynmoe, "mass": mass},
-    )
-
-
-def _domainbed(task: str, title: str, *environments: str) -> Benchmark:
-    # From six experts to eight, as in the scripts of both: the cost table's 36.45 is DeiT-S's 20.66 and seven more
-    # copies of two FFNs of 1.125.
-    slots = {"model.num_experts": 6, "model.max_experts": 8}
-    return Benchmark(
-        task, title, f"domainbed/{task}.yaml", environments, method_options={"dynmoe": slots, "mass": slots}
-    )
-
-
-# EMoE's 24 experts do not divide an FFN 256 wide: 3 of 16, nearly the same share of it.
-_DIGITS_EMOE = {"model.num_experts": 16, "model.top_k": 3}
-
-
-BENCHMARKS: dict[str, Benchmark] = {
-    benchmark.task: benchmark
-    for benchmark in (
-        _domainbed("pacs", "PACS", "Art", "Cartoon", "Photo", "Sketch"),
-        _domainbed("vlcs", "VLCS", "Caltech101", "LabelMe", "SUN09", "VOC2007"),
-        _domainbed("officehome", "OfficeHome", "Art", "Clipart", "Product", "Real World"),
-        _domainbed("terraincognita", "TerraInc.", "L100", "L38", "L43", "L46"),
-        _domainbed("domainnet", "DomainNet", "Clipart", "Infograph", "Painting", "Quickdraw", "Real", "Sketch"),
-        _glue("cola", "CoLA"),
-        _glue("mrpc", "MRPC"),
-        _glue("qnli", "QNLI", 10),
-        _glue("mnli", "MNLI", 10),
-        _glue("rte", "RTE"),
-        Benchmark(
-            "digits",
-            "Digits",
-            "digits-comparison.yaml",
-            ("rot0", "rot15", "rot30", "rot45", "rot60", "rot75"),
-            method_options={"emoe": _DIGITS_EMOE, "emoe-learn": _DIGITS_EMOE},
-        ),
-        Benchmark("acceptability", "Acceptability", "acceptability.yaml"),
-    )
-}
 
 DOMAINBED = ("pacs", "vlcs", "officehome", "terraincognita", "domainnet")
 GLUE = ("cola", "mrpc", "qnli", "mnli", "rte")
@@ -87,12 +14,12 @@ GLUE = ("cola", "mrpc", "qnli", "mnli", "rte")
 
 @dataclass(frozen=True)
 class PaperTable:
-    """Runs that one table or figure of the paper needs: every benchmark with every method, environment and seed.
+    """Runs that one table or figure of the paper needs: every data set with every method, environment and seed.
 
     Args:
         name: Word on command lines and in file names.
         title: Caption.
-        tasks: Benchmarks, by task.
+        tasks: Data sets, by name.
         methods: Methods, by name.
     """
 

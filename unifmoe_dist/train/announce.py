@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.task import TaskData
 from unifmoe_dist.runtime.ranks import Ranks
-from unifmoe_dist.train import build, deepspeed
+from unifmoe_dist.train import deepspeed
 
 
 def first_lines(
@@ -75,7 +76,7 @@ def _what(config: TrainConfig, ranks: Ranks, model: nn.Module) -> str:
 
 
 def _data(config: TrainConfig, task: TaskData) -> str:
-    held = build.held_out(config)
+    held = find_task(config.data.task).held_out(config)
     environments = f" of {_counted(len(task.train), 'environment')}" if len(task.train) > 1 else ""
     return (
         f"data: {task.name}{f', {held} held out' if held else ''}; {_items(task.train)} items{environments} to train, "

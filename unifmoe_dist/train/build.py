@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
 
 from unifmoe_dist.algorithms import ALGORITHMS, Algorithm
-from unifmoe_dist.config import GlueName, TrainConfig
-from unifmoe_dist.data.benchmarks import BENCHMARKS
-from unifmoe_dist.data.encoders import GLUE_BACKBONE, Encoder
+from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.task import TaskData
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods import LayerOptions, upcycle_baseline
-from unifmoe_dist.methods.mass_schedule import LANGUAGE, SHORT, VISION, MASSRecipe, mass_schedule
+from unifmoe_dist.methods.mass_schedule import mass_recipe, mass_schedule
 from unifmoe_dist.runtime.ranks import Ranks
 from unifmoe_dist.train import deepspeed
 from unifmoe_dist.upcycling import moe_layers, upcycle
@@ -23,112 +22,7 @@ from unifmoe_dist.upcycling import moe_layers, upcycle
 
 def build_task(config: TrainConfig) -> TaskData:
     """The data and the dense backbone that the configuration names."""
-    seed = config.seed if config.data.split_seed is None else config.data.split_seed
-    if config.data.task == "digits":
-        from unifmoe_dist.data.digits import digits_task
-
-        return digits_task(config.data.held_out, seed)
-    if config.data.task in BENCHMARKS:
-        from unifmoe_dist.data.domainbed import domainbed_task
-
-        return domainbed_task(
-            config.data.task,
-            config.data.held_out,
-            config.data.root,
-            seed,
-            image_size=config.data.image_size,
-            backbone=config.model.backbone,
-            pretrained=config.model.pretrained,
-            dropout=config.model.dropout,
-            drop_path=config.model.drop_path,
-        )
-    if config.data.task in get_args(GlueName):
-        from unifmoe_dist.data.glue import glue_task
-
-        return glue_task(config.data.task, config.data.root, glue_encoder(config), config.model.dropout)
-    from unifmoe_dist.data.acceptability import acceptability_task
-
-    return acceptability_task(seed, config.model.pretrained)
-
-
-def held_out(config: TrainConfig) -> str | None:
-    """Name of the environment that the configuration holds out, however it was written; None for language tasks.
-
-    Raises:
-        UserError: there is no such environment.
-    """
-    if config.data.task == "digits":
-        from unifmoe_dist.data.digits import ENVIRONMENTS, environment_index
-
-        return ENVIRONMENTS[environment_index(config.data.held_out)]
-    if config.data.task in BENCHMARKS:
-        benchmark = BENCHMARKS[config.data.task]
-        return benchmark.environments[benchmark.environment_index(config.data.held_out)].name
-    return None
-
-
-def glue_encoder(config: TrainConfig) -> Encoder:
-    """Where GLUE's backbone and tokenizer come from."""
-    return Encoder(config.model.backbone or GLUE_BACKBONE, config.model.pretrained)
-
-
-def build_tokenizer(config: TrainConfig) -> Any:
-    """The tokenizer of a language task."""
-    if config.data.task in get_args(GlueName):
-        return glue_encoder(config).tokenizer()
-    from unifmoe_dist.data.acceptability import encoder_path, load_tokenizer
-
-    return load_tokenizer(str(encoder_path(config.model.pretrained)))
-
-
-def is_language(config: TrainConfig) -> bool:
-    """Whether the task reads text."""
-    return config.data.task == "acceptability" or config.data.task in get_args(GlueName)
-
-
-def num_classes(config: TrainConfig) -> int:
-    """Width of the logits."""
-    task = config.data.task
-    if task == "digits":
-        from unifmoe_dist.data.digits import NUM_CLASSES
-
-        return NUM_CLASSES
-    if task in BENCHMARKS:
-        return BENCHMARKS[task].num_classes
-    if task in get_args(GlueName):
-        from unifmoe_dist.data.glue_files import FORMATS
-
-        return len(FORMATS[task].classes)
-    return 2
-
-
-def untrained_backbone(config: TrainConfig) -> nn.Module:
-    """The dense backbone with random weights: what the task builds, without its data and pretrained weights.
-
-    Raises:
-        UserError: the backbone's sizes are neither known nor in a folder, and the hub cannot be reached.
-    """
-    task, classes = config.data.task, num_classes(config)
-    if task == "digits":
-        from unifmoe_dist.data.digits import build_digits_vit
-
-        return build_digits_vit()
-    if task in BENCHMARKS:
-        from unifmoe_dist.data.vision_backbone import DEFAULT_BACKBONE, build_backbone
-
-        return build_backbone(
-            config.model.backbone or DEFAULT_BACKBONE,
-            classes,
-            config.data.image_size,
-            "none",
-            dropout=config.model.dropout,
-            drop_path=config.model.drop_path,
-        )
-    if task in get_args(GlueName):
-        return glue_encoder(config).untrained(classes, config.model.dropout)
-    from unifmoe_dist.data.acceptability import untrained_encoder
-
-    return untrained_encoder(config.model.pretrained)
+    return find_task(config.data.task).read(config)
 
 
 def build_model(config: TrainConfig, task: TaskData, ranks: Ranks | None = None) -> nn.Module:
@@ -195,7 +89,7 @@ def checkpoint_activations(model: Any) -> None:
 
 def layer_options(config: TrainConfig) -> LayerOptions:
     """What a configuration tells the builders of the other MoE layers."""
-    model, recipe = config.model, mass_recipe(config)
+    model, recipe = config.model, mass_recipe(find_task(config.data.task).family)
     mass = mass_schedule(config.steps, recipe)
     return LayerOptions(
         num_experts=model.num_experts,
@@ -212,13 +106,6 @@ def layer_options(config: TrainConfig) -> LayerOptions:
         mass_untried=recipe.untried,
         hidden_dropout=model.hidden_dropout,
     )
-
-
-def mass_recipe(config: TrainConfig) -> MASSRecipe:
-    """Which of MASS's scripts a task follows; the project's own small tasks are too short for either's floors."""
-    if config.data.task in get_args(GlueName):
-        return LANGUAGE
-    return VISION if config.data.task in BENCHMARKS else SHORT
 
 
 def build_algorithm(config: TrainConfig, task: TaskData, ranks: Ranks | None = None) -> Algorithm:

@@ -19,7 +19,6 @@ exists is whole, whatever is killed and even if the power fails. Older checkpoin
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -35,6 +34,7 @@ from torch import Tensor, nn
 
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BIASES, bias_like
+from unifmoe_dist.files import sha256
 from unifmoe_dist.runtime.ranks import Ranks
 from unifmoe_dist.train import deepspeed
 from unifmoe_dist.train.files import flush, save_tensors, write_text
@@ -245,7 +245,7 @@ def verify(folder: Path) -> None:
         path = folder / name
         if not path.is_file():
             raise UserError(f"checkpoint {folder} lacks {name}; {damaged}")
-        if path.stat().st_size != size or _sha256(path) != digest:
+        if path.stat().st_size != size or sha256(path) != digest:
             raise UserError(f"checkpoint file {path} is not what was written; {damaged}")
 
 
@@ -369,9 +369,4 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def _entry(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}

@@ -24,7 +24,7 @@ from torch import nn
 
 from unifmoe_dist.algorithms.dmda import add_selective_head
 from unifmoe_dist.config import LayerChoices, TrainConfig
-from unifmoe_dist.data.benchmarks import BENCHMARKS
+from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.vision_backbone import build_backbone
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods import LayerOptions, upcycle_baseline
@@ -99,7 +99,7 @@ def export(run: Path, output: Path, name: str = "best") -> Path:
     def write(temporary: Path) -> None:
         if shape["library"] == "transformers":
             model.save_pretrained(temporary)  # type: ignore[operator]
-            build.build_tokenizer(own_config(run, config)).save_pretrained(str(temporary))
+            find_task(config.data.task).tokenizer(own_config(run, config)).save_pretrained(str(temporary))
             return
         temporary.mkdir()
         save_tensors(_own_memory(model), temporary / WEIGHTS)
@@ -156,17 +156,10 @@ def _describe(config: TrainConfig, model: Any) -> dict[str, Any]:
         "architecture": made["architecture"],
         "num_classes": model.num_classes,
         "pretrained_cfg": {k: v for k, v in made.items() if v is not None and k != "architecture"},
-        "model_args": _options(config),
+        "model_args": find_task(config.data.task).timm_arguments(config),
         "moe": _describe_layers(config),
         "channel_ratio": config.algorithm.dmda.channel_ratio if config.algorithm.name == "dmda" else None,
     }
-
-
-def _options(config: TrainConfig) -> dict[str, Any]:
-    """What timm needs besides the architecture's name; dropout after a layer is part of the names of its weights."""
-    if config.data.task not in BENCHMARKS:
-        return {}
-    return {"img_size": config.data.image_size, "proj_drop_rate": config.model.dropout}
 
 
 def _describe_layers(config: TrainConfig) -> dict[str, Any] | None:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.train import build, checkpoint
+from unifmoe_dist.train import checkpoint
 from unifmoe_dist.train.cli import load_train_config
 from unifmoe_dist.train.run import check_free, resumes
 
@@ -78,7 +79,7 @@ def _check_same_run(folder: Path, config: TrainConfig) -> None:
             "model.block_choice": options.model.block_choice,
             "model.backbone": options.model.backbone,
             "data.task": data.task,
-            "data.held_out": build.held_out(options) if same_task else None,
+            "data.held_out": find_task(data.task).held_out(options) if same_task else None,
             "data.split_seed": options.seed if data.split_seed is None else data.split_seed,
             "algorithm.name": options.algorithm.name,
             "optim.name": options.optim.name.removesuffix("w"),  # adam and adamw keep the same state

@@ -19,6 +19,7 @@ from torch import nn
 
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.encoders import TINY
+from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.task import TaskData
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.train import build
@@ -34,13 +35,14 @@ def keep_backbone(run: Path, config: TrainConfig, model: Any) -> None:
     """
     folder = run / BACKBONE
     from_transformers = hasattr(getattr(model, "config", None), "to_json_string")
-    if not from_transformers or config.model.backbone == TINY or folder.exists():
+    task = find_task(config.data.task)
+    if not (from_transformers and task.language) or config.model.backbone == TINY or folder.exists():
         return
     temporary = run / f".writing-{BACKBONE}"
     try:
         temporary.mkdir(exist_ok=True)
         without_notes(model.config).save_pretrained(temporary)
-        build.build_tokenizer(config).save_pretrained(str(temporary))
+        task.tokenizer(config).save_pretrained(str(temporary))
         temporary.replace(folder)
     except (OSError, ValueError, NotImplementedError) as error:  # a full disk; a tokenizer that cannot be saved
         print(
@@ -52,16 +54,8 @@ def keep_backbone(run: Path, config: TrainConfig, model: Any) -> None:
 
 def own_config(run: Path, config: TrainConfig) -> TrainConfig:
     """The run's options with its own folder in the place of the backbone, and no weights but its own."""
-    if build.is_language(config):
-        folder = run / BACKBONE
-        if not (folder / "config.json").is_file():
-            return config
-        if config.data.task == "acceptability":
-            return replace(config, model=replace(config.model, pretrained=str(folder)))
-        return replace(config, model=replace(config.model, backbone=str(folder), pretrained="none"))
-    if config.data.task == "digits":
-        return config
-    return replace(config, model=replace(config.model, pretrained="none"))
+    folder = run / BACKBONE
+    return find_task(config.data.task).offline(config, folder if (folder / "config.json").is_file() else None)
 
 
 def own_model(run: Path, config: TrainConfig) -> nn.Module:
@@ -70,7 +64,7 @@ def own_model(run: Path, config: TrainConfig) -> nn.Module:
     Raises:
         UserError: the run is older than its folder `backbone`, and its backbone's config cannot be had.
     """
-    return build.convert(config, build.untrained_backbone(own_config(run, config)))
+    return build.convert(config, find_task(config.data.task).untrained(own_config(run, config)))
 
 
 def own_task(run: Path, config: TrainConfig, root: Path | None = None) -> TaskData:
@@ -80,8 +74,8 @@ def own_task(run: Path, config: TrainConfig, root: Path | None = None) -> TaskDa
         UserError: the data are not there, or the task reads no folder.
     """
     if root is not None:
-        if config.data.task in ("digits", "acceptability"):
+        if "data.root" in find_task(config.data.task).ignored:
             raise UserError(f"--data-root would change nothing in data.task {config.data.task}; leave it out.")
         config = replace(config, data=replace(config.data, root=str(root)))
     own = own_config(run, config)
-    return replace(build.build_task(own), build_model=partial(build.untrained_backbone, own))
+    return replace(build.build_task(own), build_model=partial(find_task(own.data.task).untrained, own))

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import get_args
 
 import torch
 
-from unifmoe_dist.config import GlueName, TrainConfig
-from unifmoe_dist.data.benchmarks import BENCHMARKS
+from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.train import build
 
 
 def check_layers(config: TrainConfig) -> None:
-    """Refuse layers, blocks and experts that the backbone of a DomainBed or GLUE run cannot have.
-
-    The other tasks are read in a moment, so their models speak for themselves.
+    """Refuse layers, blocks and experts that the task's backbone cannot have.
 
     Raises:
         UserError: as building the model would.
     """
-    if config.model.moe == "none" or config.data.task not in (*BENCHMARKS, *get_args(GlueName)):
+    if config.model.moe == "none":
         return
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         backbone = None
         with suppress(UserError):  # a backbone that cannot be had is refused when its weights are read
-            backbone = build.untrained_backbone(config)
+            backbone = find_task(config.data.task).untrained(config)
         if backbone is not None:
             build.install_layers(config, backbone)

@@ -5,8 +5,6 @@ Nothing that a run, or anything else, has left in a folder is deleted here.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import secrets
 import shutil
 import socket
@@ -16,9 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.files import take_lock
 
 if TYPE_CHECKING:
     from unifmoe_dist.runtime.ranks import Ranks
@@ -104,7 +103,7 @@ def only_writer(run: Path, ranks: Ranks, patience: float) -> Iterator[bool]:
     waited, reason = False, ""
     with _lock_file(run) if ranks.rank == 0 else nullcontext() as lock:
         limit = time.monotonic() + patience
-        while lock is not None and not _taken(lock):
+        while lock is not None and not take_lock(lock):
             if time.monotonic() >= limit:
                 reason = f"another job writes into {run}; wait for its end, or choose another --output."
                 break
@@ -124,15 +123,6 @@ def _lock_file(run: Path) -> Any:
         return (run / ".lock").open("a")
     except OSError:
         return nullcontext()  # whoever writes there next says what is wrong
-
-
-def _taken(lock: IO[str]) -> bool:
-    """Whether this process has the lock now: POSIX's, which holds over NFS and which child processes do not keep."""
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno not in (errno.EAGAIN, errno.EACCES)
-    return True
 
 
 def check_shared(run: Path, ranks: Ranks) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.task import Batch, TaskData
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.runtime import heartbeat
@@ -275,10 +276,8 @@ class Trainer:
             "validation_accuracy": self.selection.accuracy,
             "skipped_steps": self.skipped,
         }
-        if self.config.baseline and self.config.data.task == "digits" and self.ranks.rank == 0:
-            from unifmoe_dist.data.digits import linear_baseline
-
-            summary["linear_baseline_accuracy"] = linear_baseline(self.task)
+        if self.config.baseline and self.task.linear_baseline is not None and self.ranks.rank == 0:
+            summary["linear_baseline_accuracy"] = self.task.linear_baseline(self.task)
         if self.ranks.rank == 0:
             write_text(self.folder / "summary.json", json.dumps(summary, indent=1))
         return summary
@@ -334,7 +333,7 @@ def summarise(config: TrainConfig, score: Score) -> dict[str, Any]:
     dense = float(config.model.num_blocks)
     return {
         "task": config.data.task,
-        "held_out": build.held_out(config),
+        "held_out": find_task(config.data.task).held_out(config),
         "moe": config.model.moe,
         "algorithm": config.algorithm.name,
         "seed": config.seed,

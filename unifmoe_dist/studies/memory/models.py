@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,10 +12,8 @@ from torch import Tensor, nn
 
 from unifmoe_dist.algorithms import Algorithm
 from unifmoe_dist.config import TrainConfig
-from unifmoe_dist.data.benchmarks import BENCHMARKS
+from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.task import Batch, TaskData
-from unifmoe_dist.data.text import MAX_LENGTH
-from unifmoe_dist.errors import UserError
 from unifmoe_dist.studies.memory.stand_ins import ExpertsStandIn, Load
 from unifmoe_dist.train import build
 from unifmoe_dist.upcycling import moe_layers
@@ -34,50 +31,20 @@ def task_of_sizes(config: TrainConfig) -> TaskData:
     Raises:
         UserError: the backbone's architecture cannot be had without a network.
     """
-    task, classes = config.data.task, build.num_classes(config)
-    make = partial(build.untrained_backbone, config)
-    if task == "digits":
-        from unifmoe_dist.data import digits
-
-        side = digits.IMAGE_SIZE
-        images = partial(_images, 1, side, classes)
-        return _task(task, classes, len(digits.ENVIRONMENTS) - 1, make, images)
-    if task in BENCHMARKS:
-        benchmark, size = BENCHMARKS[task], config.data.image_size
-        images = partial(_images, 3, size, classes)
-        return _task(task, classes, len(benchmark.environments) - 1, make, images)
-    return _task(task, classes, 1, make, partial(_sentences, classes, longest_sentence(config)))
+    task = find_task(config.data.task)
+    size, classes = task.input_size(config), task.num_classes
+    collate = partial(_sentences if task.language else _images, size, classes)
+    items: Any = [range(_ITEMS)] * max(1, len(task.environments) - 1)
+    names, make = tuple(map(str, range(len(items)))), partial(task.untrained, config)
+    return TaskData(task.name, classes, items, items, items, names, collate, make)
 
 
-def longest_sentence(config: TrainConfig) -> int:
-    """Tokens of the longest input of a language task, as far as that is known without a network."""
-    from unifmoe_dist.data.acceptability import load_config
-    from unifmoe_dist.data.limits import longest_input
-
-    with suppress(UserError):
-        if config.data.task != "acceptability":
-            encoder = build.glue_encoder(config)
-            if encoder.known:  # the hub, tried several times where there is no network, would say nothing new
-                return MAX_LENGTH
-            return longest_input(encoder.config(), None, encoder.source)
-        if config.model.pretrained is not None:
-            return longest_input(load_config(config.model.pretrained), None, config.model.pretrained)
-    return MAX_LENGTH
+def _images(size: tuple[int, ...], classes: int, items: Sequence[Any]) -> Batch:
+    return {"x": torch.randn(len(items), *size)}, torch.randint(0, classes, (len(items),))
 
 
-def _task(
-    name: str, classes: int, environments: int, make: Callable[[], nn.Module], collate: Callable[[Any], Batch]
-) -> TaskData:
-    items: Any = [range(_ITEMS)] * environments
-    return TaskData(name, classes, items, items, items, tuple(map(str, range(environments))), collate, make)
-
-
-def _images(channels: int, side: int, classes: int, items: Sequence[Any]) -> Batch:
-    return {"x": torch.randn(len(items), channels, side, side)}, torch.randint(0, classes, (len(items),))
-
-
-def _sentences(classes: int, length: int, items: Sequence[Any]) -> Batch:
-    tokens = torch.randint(0, _VOCABULARY, (len(items), length))
+def _sentences(size: tuple[int, ...], classes: int, items: Sequence[Any]) -> Batch:
+    tokens = torch.randint(0, _VOCABULARY, (len(items), *size))
     inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "token_type_ids": tokens * 0}
     return inputs, torch.randint(0, classes, (len(items),))
 

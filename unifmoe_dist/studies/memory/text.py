@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.studies.memory.estimate import Estimate
 from unifmoe_dist.studies.memory.ledger import KINDS
-from unifmoe_dist.train import build
 
 GIB = 2**30
 MARGIN = 0.1
@@ -102,7 +102,7 @@ def assumptions(config: TrainConfig, budget: Budget) -> str:
         "Kinds are at their most, which is not all at the same time: the peak is below their sum.",
         "Assumed: routers as they start, and optimiser states that exist (from the second step on).",
     ]
-    if build.is_language(config):
+    if find_task(config.data.task).language:
         lines += ["Every sentence has the longest length, 128 tokens, without padding."]
     if budget.gpu:
         lines += ["GPU kernels (docs/memory.md): fused attention, Triton experts, optimisers over lists of tensors."]

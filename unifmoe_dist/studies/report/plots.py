@@ -13,11 +13,12 @@ import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator  # noqa: E402
 
+from unifmoe_dist.data.registry import TASKS, find_task  # noqa: E402
 from unifmoe_dist.methods.registry import METHODS, STUDIES, Family, find_method  # noqa: E402
 from unifmoe_dist.studies.paper_numbers import ABLATION, STANDARD_AVERAGE, STANDARD_BEST  # noqa: E402
 from unifmoe_dist.studies.report.results import Result, average, cell  # noqa: E402
 from unifmoe_dist.studies.report.tables import HERE, PAPER, Entry, Table, planned_methods, study_value  # noqa: E402
-from unifmoe_dist.studies.tables import BENCHMARKS, DOMAINBED, GLUE, TABLES  # noqa: E402
+from unifmoe_dist.studies.tables import DOMAINBED, GLUE, TABLES  # noqa: E402
 
 _COLOURS: dict[Family, str] = {
     "dense": "#222222",
@@ -49,7 +50,7 @@ def plot_table(table: Table, results: Sequence[Result], path: Path) -> bool:
     elif table.name in ("diversity", "blocks"):
         study = "lambda" if table.name == "diversity" else "blocks"
         figure = _studies(results, TABLES[table.name].tasks, study, table.title)
-    elif table.name in ("digits", "acceptability"):
+    elif table.name in TASKS:
         figure = _comparison(results, table.name)
         _panels(table).savefig(path.with_name(f"{path.stem}-scores.png"), dpi=150)
     else:
@@ -152,7 +153,7 @@ def _comparison(results: Sequence[Result], task: str) -> Any:
         axis.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
     seeds = _seeds(results, [task])
     figure.suptitle(
-        f"{BENCHMARKS[task].title}: {f'mean and standard deviation over {seeds} seeds' if seeds > 1 else '1 seed'}"
+        f"{find_task(task).title}: {f'mean and standard deviation over {seeds} seeds' if seeds > 1 else '1 seed'}"
         + (", small print: $C_B / B$, dense FFNs per token" if small else ""),
         fontsize=11,
     )
@@ -282,7 +283,7 @@ def _studies(results: Sequence[Result], tasks: Sequence[str], study: str, title:
     )
     for axis, task in zip(axes.flat, present, strict=True):
         _study(axis, results, task, study)
-        axis.set_title(BENCHMARKS[task].title, fontsize=10)
+        axis.set_title(find_task(task).title, fontsize=10)
     figure.suptitle(f"{title} (small print: $C_B / B$, dense FFNs per token)", fontsize=11)
     return figure
 

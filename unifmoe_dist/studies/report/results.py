@@ -19,10 +19,10 @@ from typing import Any
 
 import yaml
 
+from unifmoe_dist.data.registry import TASKS, find_task
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods.registry import find_method
 from unifmoe_dist.studies.sweep.run_folder import last_words
-from unifmoe_dist.studies.tables import BENCHMARKS
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _read(folder: Path) -> Result:
     try:
         planned = Result(**json.loads((folder / "run.json").read_text()), folder=folder)
         find_method(planned.method)
-        known = planned.task in BENCHMARKS and planned.held_out in (BENCHMARKS[planned.task].environments or (None,))
+        known = planned.task in TASKS and planned.held_out in (find_task(planned.task).environments or (None,))
         if not known or not isinstance(planned.seed, int) or not isinstance(planned.lr, float | int | None):
             raise ValueError(f"run.json names {planned.task!r}, {planned.held_out!r}, {planned.seed!r}, {planned.lr!r}")
         path = folder / "summary.json"

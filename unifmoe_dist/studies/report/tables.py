@@ -7,12 +7,13 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from unifmoe_dist.data.registry import TASKS, find_task
 from unifmoe_dist.methods.registry import METHODS, STUDIES, find_method, in_order
 from unifmoe_dist.studies import paper_numbers as paper
 from unifmoe_dist.studies.paper_numbers import AVERAGE, STANDARD_AVERAGE, STANDARD_BEST, Score
 from unifmoe_dist.studies.report import results as runs
 from unifmoe_dist.studies.report.results import Cell, Result, average, cell, grid_of
-from unifmoe_dist.studies.tables import BENCHMARKS, DOMAINBED, GLUE, TABLES
+from unifmoe_dist.studies.tables import DOMAINBED, GLUE, TABLES
 
 HERE, PAPER = "here", "paper"
 _COSTS = ("C_B", "C_B / B", "k")
@@ -91,7 +92,7 @@ def build_tables(results: Sequence[Result]) -> list[Table]:
     for name, numbers in (("domainbed", paper.DOMAINBED), ("glue", paper.GLUE)):
         if tasks & set(TABLES[name].tasks):
             tables.append(_scores(name, results, numbers))
-    if any(r.method in paper.GLUE_COSINE and r.task in GLUE for r in results):
+    if any(r.method in paper.GLUE_COSINE and r.task in TABLES["glue-cosine"].tasks for r in results):
         tables.append(_scores("glue-cosine", results, paper.GLUE_COSINE))
     for name in _STUDIED:
         methods = [method for method in TABLES[name].methods if method != "unif"]
@@ -100,8 +101,8 @@ def build_tables(results: Sequence[Result]) -> list[Table]:
     decisions = [method for method in TABLES["ablation"].methods if method != "unif"]
     if any(r.method in decisions and r.task in TABLES["ablation"].tasks for r in results):
         tables.append(_ablation(results))
-    ordered = [task for task in BENCHMARKS if task in tasks]
-    tables += [_by_environment(task, results) for task in ordered if task not in GLUE]
+    by_environment = [task for task in dict.fromkeys((*DOMAINBED, *TASKS)) if task in tasks - set(GLUE)]
+    tables += [_by_environment(task, results) for task in by_environment]
     return [_marked(table) for table in tables]
 
 
@@ -142,11 +143,11 @@ def _scores(name: str, results: Sequence[Result], numbers: dict[str, dict[str, S
     else:
         notes.append("The paper shows this study as a figure, without numbers.")
     planned = {r.task for r in results}
-    if left_out := [BENCHMARKS[task].title for task in tasks if task not in planned]:
+    if left_out := [find_task(task).title for task in tasks if task not in planned]:
         notes.append(f"No runs of {', '.join(left_out)} were planned, so that there is no mean over data sets.")
     if tasks == GLUE:
         notes.append("The learning rate is chosen for each task and seed by validation.")
-    columns = (*(BENCHMARKS[task].title for task in tasks), "Avg", *_COSTS)
+    columns = (*(find_task(task).title for task in tasks), "Avg", *_COSTS)
     return Table(name, TABLES[name].title, columns, tuple(rows), tuple(notes), len(tasks) + 1)
 
 
@@ -202,7 +203,7 @@ def _ablation(results: Sequence[Result]) -> Table:
 
 def _by_environment(task: str, results: Sequence[Result]) -> Table:
     """Methods by held-out environment of one data set."""
-    benchmark, planned = BENCHMARKS[task], grid_of(results, task).environments
+    benchmark, planned = find_task(task), grid_of(results, task).environments
     environments = [name for name in benchmark.environments if name in planned]
     rows = []
     for method in planned_methods(results, [task]):
@@ -214,7 +215,7 @@ def _by_environment(task: str, results: Sequence[Result]) -> Table:
     if environments:
         notes.append("Columns are held-out environments. A seed's mean is taken over them, then mean and deviation.")
         notes += _environment_notes(results, [task])
-    name = task if task in ("digits", "acceptability") else f"domainbed-{task}"
+    name = f"{benchmark.family}-{task}" if benchmark.family else task
     what = "by held-out environment (%)" if environments else "score (%)"
     return Table(
         name,
@@ -236,11 +237,11 @@ def _environment_notes(results: Sequence[Result], tasks: Sequence[str]) -> list[
     """Where not every environment was planned to be held out, an entry is another number than the paper's."""
     notes = []
     for task in tasks:
-        planned, every = grid_of(results, task).environments, BENCHMARKS[task].environments
+        planned, every = grid_of(results, task).environments, find_task(task).environments
         if planned and set(every) - set(planned):
             names = ", ".join(str(name) for name in every if name in planned)
             notes.append(
-                f"{BENCHMARKS[task].title}: only {names} of {len(every)} environments were planned to be held out."
+                f"{find_task(task).title}: only {names} of {len(every)} environments were planned to be held out."
             )
     return notes
 

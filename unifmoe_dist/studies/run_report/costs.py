@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from unifmoe_dist.algorithms import Algorithm
 from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.task import Batch
 from unifmoe_dist.data.text import MAX_LENGTH
 from unifmoe_dist.errors import UserError
@@ -21,7 +22,6 @@ from unifmoe_dist.studies.cost.count import Cost, count_cost
 from unifmoe_dist.studies.cost.measure import MeasuredCost, measure_cost
 from unifmoe_dist.studies.run_report.loading import NEUTRAL, LoadedRun
 from unifmoe_dist.studies.run_report.sample import Sample
-from unifmoe_dist.studies.tables import BENCHMARKS
 from unifmoe_dist.studies.usage.maps import PatchGrid
 from unifmoe_dist.train import build
 from unifmoe_dist.train.batches import TrainBatches
@@ -126,7 +126,7 @@ def method_config(config: TrainConfig, name: str) -> TrainConfig:
     options = {**NEUTRAL, "model.capacity_factor": None}
     if config.model.moe in ("emoe", "emoe_learn"):  # its experts are slices: their number means nothing elsewhere
         options["model.num_experts"] = TrainConfig().model.num_experts
-    own = BENCHMARKS[config.data.task].method_options.get(name, {})
+    own = find_task(config.data.task).method_options.get(name, {})
     result = with_options(config, {**options, **METHODS[name].options, **own})
     if result.model.moe == "topk" and result.model.top_k > result.model.num_experts:
         raise UserError(f"there are {result.model.num_experts} experts")

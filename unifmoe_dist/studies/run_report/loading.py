@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.task import TaskData
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods.registry import METHODS
 from unifmoe_dist.runtime import heartbeat
 from unifmoe_dist.runtime.ranks import Ranks, seed_everything
-from unifmoe_dist.studies.tables import BENCHMARKS as SWEPT
 from unifmoe_dist.studies.training_plots import read_metrics
-from unifmoe_dist.train import build, checkpoint
+from unifmoe_dist.train import checkpoint
 from unifmoe_dist.train.cli import load_train_config
 from unifmoe_dist.train.own_model import own_model, own_task
 from unifmoe_dist.upcycling import moe_layers
@@ -68,7 +68,7 @@ class LoadedRun:
 
     @property
     def is_text(self) -> bool:
-        return build.is_language(self.config)
+        return find_task(self.config.data.task).language
 
     @property
     def method(self) -> str:
@@ -80,7 +80,7 @@ class LoadedRun:
         """Name (methods/registry.py) of the method if its options are those of one with a fixed name."""
         config = self.config
         for method in METHODS.values():
-            here = SWEPT[config.data.task].method_options.get(method.name, {})
+            here = find_task(config.data.task).method_options.get(method.name, {})
             options = {**NEUTRAL, **method.options, **here}
             for name in ("model.num_experts", "model.max_experts"):  # as many as the run has
                 options.pop(name, None)

@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unifmoe_dist.data.benchmarks import BENCHMARKS
-from unifmoe_dist.data.glue_files import FORMATS
+from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.task import Batch
 from unifmoe_dist.runtime.heartbeat import followed
 from unifmoe_dist.studies.run_report.loading import LoadedRun
 from unifmoe_dist.studies.usage.maps import PatchGrid
-from unifmoe_dist.train import build
 from unifmoe_dist.train.evaluate import to_device
 
 MOST_TOKENS = 20_000
@@ -86,34 +84,18 @@ def draw_sample(
 
 def pixels(run: LoadedRun, images: Tensor) -> Tensor:
     """Images (n, channels, height, width) as they were before normalisation, in 0..1, on the CPU."""
-    if run.config.data.task == "digits":
-        from unifmoe_dist.data.digits import MEAN, STD
-
-        return (images.cpu() * STD + MEAN).clamp(0, 1)
-    from unifmoe_dist.data import images as photographs
-
-    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (photographs.MEAN, photographs.STD))
+    task = find_task(run.config.data.task)
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (task.mean, task.std))
     return (images.cpu() * std + mean).clamp(0, 1)
-
-
-_NUMBERED = {"cola": ("not acceptable", "acceptable"), "mrpc": ("not equivalent", "equivalent")}
-"""Names of GLUE's classes where its files give numbers."""
 
 
 def label_names(run: LoadedRun) -> tuple[str, ...]:
     """Names of the task's classes, or their numbers."""
-    task = run.config.data.task
-    names: tuple[str, ...] | None = None
-    if task in BENCHMARKS:
-        names = BENCHMARKS[task].classes
-    elif task in FORMATS:
-        names = _NUMBERED.get(task, FORMATS[task].classes)
-    elif task == "acceptability":
-        names = ("with a fault", "as it was written")
+    names = find_task(run.config.data.task).class_names
     return names or tuple(str(number) for number in range(run.task.num_classes))
 
 
 def token_strings(run: LoadedRun, items: list[Any]) -> list[list[str]]:
     """Tokens of text items as strings, special ones included."""
-    tokenizer = build.build_tokenizer(run.config)
+    tokenizer = find_task(run.config.data.task).tokenizer(run.config)
     return [tokenizer.convert_ids_to_tokens(item[0]) for item in items]

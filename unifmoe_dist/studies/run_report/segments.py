@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from unifmoe_dist.data.digits import MEAN
 from unifmoe_dist.data.images import ImageDataset
+from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.studies.figures import element_figure
 from unifmoe_dist.studies.html import Block, Cell, Number, Picture, Section, Table, Text
@@ -102,12 +102,14 @@ def read_masks(run: LoadedRun, folder: Path, most_tokens: int, most_items: int |
 
 def ink_masks(run: LoadedRun, sample: Sample) -> Masks:
     """Stroke and background of digits: what a mask can be without anyone drawing it."""
+    level = find_task(run.config.data.task).stroke_above
+    assert level is not None
     grid = PatchGrid.of(run.model)
     inputs, _ = sample.batch(len(sample.places))
-    bright = (pixels(run, inputs["x"])[:, 0] > MEAN).long().numpy()
+    bright = (pixels(run, inputs["x"])[:, 0] > level).long().numpy()
     elements = torch.stack([patch_elements(image, grid.rows, grid.columns) for image in bright])
     origin = (
-        f"Digits have no masks of parts, so this one is made from the pixels: a pixel above {MEAN:g} (of 1, about the "
+        f"Digits have no masks of parts, so this one is made from the pixels: a pixel above {level:g} (of 1, about the "
         "mean of the data) is stroke, any other is background, and a patch counts for what most of its pixels "
         "are. Patches are large beside strokes here: read it as patches with much ink against patches with "
         "little. --masks FOLDER takes label images instead."

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.task import logits_of
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.layer import UniFMoELayer
@@ -182,7 +183,7 @@ def study(run: LoadedRun, options: StudyOptions, masks: Masks | None = None) -> 
     elements = None
     if usage and masks is not None:
         elements = study_elements(run, masks, {})
-    elif usage and run.config.data.task == "digits":
+    elif usage and find_task(run.config.data.task).stroke_above is not None:
         elements = study_elements(run, ink_masks(run, sample), captured)
     diagnoses = {name: diagnose_layer(run, name, layer, captured[name], options) for name, layer in diagnosed.items()}
     heartbeat.doing(f"{run.name}: cost of the model")

@@ -11,39 +11,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from unifmoe_dist.data.benchmarks import BENCHMARKS
+from unifmoe_dist.data.glue import FACTS
+from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.studies.paper_numbers import COST
 from unifmoe_dist.studies.sweep.plan import Run
 from unifmoe_dist.studies.sweep.run_folder import State, read_summary
-from unifmoe_dist.studies.tables import BENCHMARKS, DOMAINBED, GLUE
-
-IMAGES = {"pacs": 9_991, "vlcs": 10_729, "officehome": 15_588, "terraincognita": 24_788, "domainnet": 586_575}
-"""Images of DomainBed's data sets (Gulrajani and Lopez-Paz, ICLR 2021)."""
-
-SENTENCES = {
-    "cola": (8_551, 1_043),
-    "mrpc": (3_668, 408),
-    "qnli": (104_743, 5_463),
-    "mnli": (392_702, 9_815),
-    "rte": (2_490, 277),
-}
-"""Training and validation examples of GLUE's tasks (MNLI: matched)."""
-
-PADDED_LENGTH = {"cola": 20, "mrpc": 70, "qnli": 90, "mnli": 70, "rte": 110}
-"""Assumed mean length of a padded batch of 32, in tokens."""
-
-DATA_GB = {
-    "pacs": 0.4,
-    "vlcs": 7.0,
-    "officehome": 2.2,
-    "terraincognita": 13.0,
-    "domainnet": 37.0,
-    "cola": 0.01,
-    "mrpc": 0.01,
-    "qnli": 0.05,
-    "mnli": 0.4,
-    "rte": 0.01,
-}
-"""Assumed size of archives and unpacked files together."""
 
 # The cost table's row that stands for a method it leaves out.
 _LIKE = {
@@ -63,10 +36,8 @@ _LIKE = {
 }
 _COST_IMAGES, _COST_EVALUATION_IMAGES = 96, 64  # 3 training environments of 32; evaluation batches
 _VISION_WORK = 96 * 197 * 384 * 1536  # tokens x d x H of one FFN in a training step of the cost table
-_BERT_PARAMETERS, _BERT_WIDTH, _BERT_HIDDEN = 333.6e6, 1024, 4096
 _BERT_ENCODER = 302.3e6  # parameters that a token meets
 _SUSTAINED_FLOPS = 20e12  # of an RTX 3090 in fp16 with float32 sums, out of 71e12
-_CPU_STEP = {"dense": 0.045, "unif": 0.095}
 _CPU_OVERHEAD = 2.0
 _BYTES_PER_PARAMETER = 16  # weights, float32 master weights and Adam's two moments
 
@@ -114,8 +85,8 @@ def estimate(runs: Sequence[Run], states: Sequence[State]) -> Estimate:
         else:
             result.hours[run.task] += seconds / 3600
     tasks = {run.task for run in runs}
-    result.data_gb = sum(DATA_GB.get(task, 0.0) for task in tasks)
-    if any(task in DATA_GB for task in tasks):
+    result.data_gb = sum(find_task(task).disk_gb for task in tasks)
+    if result.data_gb:
         notes["Disk of data sets: archives and unpacked files together, approximate."] = None
     notes[
         f"Disk of checkpoints: the newest keep_checkpoints and the best, {_BYTES_PER_PARAMETER} bytes per parameter "
@@ -134,19 +105,19 @@ def _measured(runs: Sequence[Run], states: Sequence[State]) -> dict[tuple[str, s
 
 
 def _seconds(run: Run, notes: dict[str, None]) -> float | None:
-    if run.task in DOMAINBED:
-        return _image_seconds(run, notes)
-    if run.task in GLUE:
-        return _sentence_seconds(run, notes)
-    if run.task == "digits":
-        notes[
-            f"Digits: one core of an x86 CPU takes {1e3 * _CPU_STEP['dense']:.0f} ms per step of the dense model and "
-            f"{1e3 * _CPU_STEP['unif']:.0f} ms of UniF-MoE (measured), which other MoE layers are taken to need too; "
-            f"start, checkpoints and plots {_CPU_OVERHEAD:g} s."
-        ] = None
-        kind = "dense" if run.config.model.moe == "none" else "unif"
-        return run.config.steps * _CPU_STEP[kind] * _networks(run, notes) + _CPU_OVERHEAD
-    return None
+    task = find_task(run.task)
+    if task.family:
+        return {"domainbed": _image_seconds, "glue": _sentence_seconds}[task.family](run, notes)
+    if task.step_seconds is None:
+        return None
+    dense, unif = task.step_seconds
+    notes[
+        f"{task.title}: one core of an x86 CPU takes {1e3 * dense:.0f} ms per step of the dense model and "
+        f"{1e3 * unif:.0f} ms of UniF-MoE (measured), which other MoE layers are taken to need too; "
+        f"start, checkpoints and plots {_CPU_OVERHEAD:g} s."
+    ] = None
+    seconds = dense if run.config.model.moe == "none" else unif
+    return run.config.steps * seconds * _networks(run, notes) + _CPU_OVERHEAD
 
 
 def _row(run: Run, notes: dict[str, None]) -> str:
@@ -166,7 +137,7 @@ def _networks(run: Run, notes: dict[str, None]) -> int:
     if run.method != "lfme":
         return 1
     notes["LFME trains one network more for each training environment, at the dense model's time each."] = None
-    return len(BENCHMARKS[run.task].environments)
+    return len(find_task(run.task).environments)
 
 
 def _image_seconds(run: Run, notes: dict[str, None]) -> float:
@@ -179,11 +150,11 @@ def _image_seconds(run: Run, notes: dict[str, None]) -> float:
         "the in-split (80 %) of the held-out one; environments of a data set are taken as equally large."
     ] = None
     row, config = _row(run, notes), run.config
-    count = len(BENCHMARKS[run.task].environments)
+    count = len(find_task(run.task).environments)
     images = (count - 1) * config.data.batch_size
     training = config.steps * COST["T-TPS"][row] * images / _COST_IMAGES * _networks(run, notes)
     evaluations = math.ceil(config.steps / config.eval_every)
-    scored = IMAGES[run.task] * (evaluations * 0.2 * (count - 1) + 0.8) / count
+    scored = BENCHMARKS[run.task].images * (evaluations * 0.2 * (count - 1) + 0.8) / count
     return training + scored / _COST_EVALUATION_IMAGES * COST["I-TPS"][row]
 
 
@@ -191,7 +162,7 @@ def _sentence_seconds(run: Run, notes: dict[str, None]) -> float:
     notes[
         "GLUE: the paper measured no time. BERT-large: 6 x 302 million operations per token and training step, 2 x to "
         f"score, at {_SUSTAINED_FLOPS / 1e12:.0f} TFLOP/s of an RTX 3090; batches padded to "
-        + ", ".join(f"{length} tokens ({BENCHMARKS[task].title})" for task, length in PADDED_LENGTH.items())
+        + ", ".join(f"{facts.padded_length} tokens ({find_task(task).title})" for task, facts in FACTS.items())
         + "."
     ] = None
     notes[
@@ -200,14 +171,14 @@ def _sentence_seconds(run: Run, notes: dict[str, None]) -> float:
     ] = None
     notes["GLUE: all epochs are run, though early stopping may end a run sooner."] = None
     row, config = _row(run, notes), run.config
-    train, validation = SENTENCES[run.task]
+    facts, (_, width, hidden) = FACTS[run.task], find_task(run.task).backbone_sizes
     batch, epochs = config.data.batch_size, config.epochs or 1
-    steps = config.steps if config.epochs is None else epochs * math.ceil(train / batch)
+    steps = config.steps if config.epochs is None else epochs * math.ceil(facts.train / batch)
     checks = math.ceil(steps / config.eval_every) if config.epochs is None else epochs
-    scored = (checks + 1) * math.ceil(validation / batch)
-    tokens = batch * PADDED_LENGTH[run.task]
+    scored = (checks + 1) * math.ceil(facts.validation / batch)
+    tokens = batch * facts.padded_length
     per_parameter = tokens * _BERT_ENCODER / _SUSTAINED_FLOPS
-    work = tokens * _BERT_WIDTH * _BERT_HIDDEN / _VISION_WORK
+    work = tokens * width * hidden / _VISION_WORK
     extra, extra_scored = ((COST[name][row] - COST[name]["dense"]) * work for name in ("T-TPS", "I-TPS"))
     return steps * (6 * per_parameter + extra) + scored * (2 * per_parameter + extra_scored)
 
@@ -219,10 +190,5 @@ def _checkpoint_bytes(run: Run) -> float:
 def _parameters(run: Run) -> float:
     model = run.config.model
     copies = {"none": 0, "emoe": 0, "emoe_learn": 0, "unif": model.num_experts}.get(model.moe, model.num_experts - 1)
-    if run.task in DOMAINBED:
-        return 2**20 * COST["N"]["dense"] + len(model.layers) * copies * 2 * 384 * 1536
-    if run.task in GLUE:
-        return _BERT_PARAMETERS + len(model.layers) * copies * 2 * _BERT_WIDTH * _BERT_HIDDEN
-    if run.task == "digits":
-        return 0.31e6 + len(model.layers) * copies * 2 * 64 * 256
-    return 22.7e6 + len(model.layers) * copies * 2 * 384 * 1536  # the small pretrained encoder
+    dense, width, hidden = find_task(run.task).backbone_sizes
+    return dense + len(model.layers) * copies * 2 * width * hidden

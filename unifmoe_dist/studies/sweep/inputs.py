@@ -9,9 +9,9 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.studies.sweep.plan import Run
-from unifmoe_dist.studies.tables import BENCHMARKS
 
 
 def check_inputs(runs: Sequence[Run]) -> None:
@@ -45,5 +45,5 @@ def check_inputs(runs: Sequence[Run]) -> None:
         return
     if len(faults) == 1:
         raise UserError(f"no run was started: {next(iter(faults.values()))}")
-    lines = "".join(f"\n  {BENCHMARKS[task].title}: {fault}" for task, fault in faults.items())
+    lines = "".join(f"\n  {find_task(task).title}: {fault}" for task, fault in faults.items())
     raise UserError(f"no run was started, for {len(faults)} data sets cannot be used:{lines}")

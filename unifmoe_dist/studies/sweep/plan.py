@@ -10,10 +10,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from unifmoe_dist.config import TaskName, TrainConfig
+from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.data.registry import find_task
+from unifmoe_dist.data.task import Task
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods.registry import find_method, with_options
-from unifmoe_dist.studies.tables import BENCHMARKS, SEEDS, Benchmark
+from unifmoe_dist.studies.tables import SEEDS
 from unifmoe_dist.train.cli import parse_train_config
 
 # What a sweep sets for each run, and how to say it instead.
@@ -41,7 +43,7 @@ class Run:
         config: The resolved configuration, with the run's folder as output.
     """
 
-    task: TaskName
+    task: str
     held_out: str | None
     method: str
     seed: int
@@ -75,7 +77,7 @@ class Selection:
         config: Base configuration of every data set; None takes each data set's own.
     """
 
-    tasks: Sequence[TaskName]
+    tasks: Sequence[str]
     methods: Sequence[str]
     held_out: Sequence[str] = ()
     seeds: Sequence[int] = SEEDS
@@ -101,15 +103,15 @@ def expand(selection: Selection, output: Path, configs: Path) -> list[Run]:
     _refuse_repeats(selection)
     runs = []
     for seed, task in product(selection.seeds, selection.tasks):
-        benchmark = BENCHMARKS[task]
-        path = selection.config or configs / benchmark.config
+        data_set = find_task(task)
+        path = selection.config or configs / data_set.base_config
         base = _base(path, tuple(selection.settings))
-        environments = [None] if not benchmark.environments else _environments(benchmark, selection.held_out)
-        rates: list[float | None] = [*(selection.learning_rates or benchmark.learning_rates)] or [None]
+        environments = [None] if not data_set.environments else _environments(data_set, selection.held_out)
+        rates: list[float | None] = [*(selection.learning_rates or data_set.learning_rates)] or [None]
         for held_out, method, lr in product(environments, selection.methods, rates):
             runs.append(_run(task, held_out, method, seed, lr, base, output))
     if selection.held_out:
-        known = {name for task in selection.tasks for name in BENCHMARKS[task].environments}
+        known = {name for task in selection.tasks for name in find_task(task).environments}
         if unknown := [name for name in selection.held_out if name not in known]:
             raise UserError(
                 f"--held-out {unknown[0]!r} is no environment of {', '.join(selection.tasks)}; "
@@ -133,9 +135,9 @@ def _refuse_repeats(selection: Selection) -> None:
             raise UserError("--set optim.lr and --lr were both given; use one of them.")
 
 
-def _environments(benchmark: Benchmark, wanted: Sequence[str]) -> list[str | None]:
+def _environments(data_set: Task, wanted: Sequence[str]) -> list[str | None]:
     """Environments in the data set's order; names that belong to other data sets of the sweep are theirs."""
-    return [name for name in benchmark.environments if not wanted or name in wanted]
+    return [name for name in data_set.environments if not wanted or name in wanted]
 
 
 @cache
@@ -146,7 +148,7 @@ def _base(path: Path, settings: tuple[str, ...]) -> TrainConfig:
 
 
 def _run(
-    task: TaskName, held_out: str | None, method: str, seed: int, lr: float | None, base: TrainConfig, output: Path
+    task: str, held_out: str | None, method: str, seed: int, lr: float | None, base: TrainConfig, output: Path
 ) -> Run:
     leaf = f"seed{seed}" if lr is None else f"seed{seed}-lr{lr:g}"
     folder = output.joinpath(task, *([] if held_out is None else [folder_name(held_out)]), method, leaf)
@@ -161,7 +163,7 @@ def _run(
         options["data.held_out"] = held_out
     if lr is not None:
         options["optim.lr"] = lr
-    own = {**find_method(method).options, **BENCHMARKS[task].method_options.get(method, {})}
+    own = {**find_method(method).options, **find_task(task).method_options.get(method, {})}
     config = with_options(with_options(base, own), options)
     run = Run(task, held_out, method, seed, lr, config)
     try:

@@ -1,7 +1,7 @@
 """What the folder of a sweep's run says: whose run it is, how far it got, and who is at work in it.
 
     run.json    task, held_out, method, seed and lr: written when the run is planned, so that a report knows what lacks
-    sweep.lock  held (flock) by the process that trains, with its id; the lock goes with the process, however it dies
+    sweep.lock  locked by the process that trains, with its id; the lock goes with the process, however it dies
     log.txt     all that the run printed, attempt after attempt
 
 The rest is the run's own: config.yaml, checkpoints/, summary.json, ...
@@ -9,7 +9,6 @@ The rest is the run's own: config.yaml, checkpoints/, summary.json, ...
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ import yaml
 
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.files import take_lock
 from unifmoe_dist.studies.sweep.plan import Run
 from unifmoe_dist.train.checkpoint import write_text
 from unifmoe_dist.train.old_runs import unwritten
@@ -104,9 +104,7 @@ def prepare(run: Run) -> None:
 def locked(folder: Path) -> Iterator[bool]:
     """Whether this process now is the only one to train in the folder; held while the context lasts."""
     with (folder / "sweep.lock").open("a+") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not take_lock(handle):
             yield False
             return
         handle.truncate(0)

@@ -1,0 +1,50 @@
+"""The tasks by name. A task is one file that holds a subclass of `Task`, and one line in `TASKS`.
+
+This module imports nothing: a command that only prints its help names the tasks without PyTorch.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from unifmoe_dist.data.task import Task
+
+TASKS = {
+    "digits": "unifmoe_dist.data.digits:Digits",
+    "acceptability": "unifmoe_dist.data.acceptability:Acceptability",
+    "pacs": "unifmoe_dist.data.domainbed:DomainBed",
+    "vlcs": "unifmoe_dist.data.domainbed:DomainBed",
+    "officehome": "unifmoe_dist.data.domainbed:DomainBed",
+    "terraincognita": "unifmoe_dist.data.domainbed:DomainBed",
+    "domainnet": "unifmoe_dist.data.domainbed:DomainBed",
+    "cola": "unifmoe_dist.data.glue:Glue",
+    "mrpc": "unifmoe_dist.data.glue:Glue",
+    "qnli": "unifmoe_dist.data.glue:Glue",
+    "mnli": "unifmoe_dist.data.glue:Glue",
+    "rte": "unifmoe_dist.data.glue:Glue",
+}
+"""Module and class of every task, by the value of `data.task`; a class may serve several data sets."""
+
+
+def register_task(name: str, place: str) -> None:
+    """Add a task that lives outside the package, before options are parsed.
+
+    Args:
+        name: Value of `data.task`.
+        place: "module:class".
+    """
+    TASKS[name] = place
+
+
+@cache
+def find_task(name: str) -> Task:
+    """The task of this name; its module is imported when it is first asked for.
+
+    Raises:
+        KeyError: there is none.
+    """
+    module, _, kind = TASKS[name].partition(":")
+    return getattr(import_module(module), kind)(name)

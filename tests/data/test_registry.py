@@ -55,7 +55,7 @@ def train(rank, world, folder):
 
 def test_a_task_is_one_file_and_one_line(tmp_path):
     summary = run_ranks(1, train, str(tmp_path), fresh=True)[0]
-    assert (summary["step"], summary["task"], summary["held_out"]) == (2, "stripes", "bright")
+    assert (summary["best_step"], summary["task"], summary["held_out"]) == (2, "stripes", "bright")
     assert 0 <= summary["test_accuracy"] <= 1 and "linear_baseline_accuracy" not in summary
 
 

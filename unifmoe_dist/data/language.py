@@ -97,7 +97,7 @@ def encoded_task(
         num_classes=num_classes,
         train=[train],
         validation=[validation],
-        test=test or [validation],
+        test=[*(test or [validation])],
         environments=(environment,),
         collate=PadCollator(int(tokenizer.pad_token_id), "token_type_ids" in tokenizer.model_input_names),
         build_model=partial(encoder.classifier, num_classes, dropout),

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.support.fidelity import D, H, K, with_weights
-from tests.support.gates import mass
+from tests.support.fidelity import D, H, K, mass, with_weights
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods import LayerOptions

@@ -10,12 +10,12 @@ import math
 import pytest
 import torch
 
-from tests.support.fidelity import SHAPE, D, H, K, N, wave, with_weights
+from tests.support.fidelity import SHAPE, D, H, K, N, mass, wave, with_weights
 from tests.support.original_numbers import ORIGINAL
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import AppliedStep
 from unifmoe_dist.methods import MOE_LAYERS, LayerOptions
-from unifmoe_dist.methods.mass import OVER, MASSConfig, MASSLayer
+from unifmoe_dist.methods.mass import OVER
 from unifmoe_dist.methods.mass_schedule import LANGUAGE, SHORT, VISION, MASSSchedule, mass_schedule
 from unifmoe_dist.methods.noisy_top_k import load_importance_loss
 from unifmoe_dist.methods.topk import balance_loss
@@ -189,15 +189,6 @@ def test_losses_and_gate_of_the_installed_tutel():
         assert loss.item() == pytest.approx(2.7478201e-4, rel=1e-5)
     torch.testing.assert_close(*grads)
     torch.testing.assert_close(balance_loss(scores), gshard_loss(scores, scores.topk(2).indices))
-
-
-# -- MASS -------------------------------------------------------------------------------------------------------------
-
-
-def mass(tau, initial=4, **options):
-    return with_weights(
-        MASSLayer(MASSConfig(**SHAPE, num_experts=K, initial_experts=initial, mass_threshold=tau, **options))
-    )
 
 
 @pytest.mark.parametrize("tau", [0.5, 0.9])

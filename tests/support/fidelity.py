@@ -6,6 +6,8 @@ import math
 
 import torch
 
+from unifmoe_dist.methods.mass import MASSConfig, MASSLayer
+
 D, H, K, N = 12, 24, 6, 40
 SHAPE = dict(model_dim=D, hidden_dim=H, num_blocks=6, activation="gelu", bias=True)
 
@@ -33,3 +35,12 @@ def with_weights(layer, router=None):
         for name, weight in (router or {"weight": wave(K, D, seed=5)}).items():
             layer.router.get_parameter(name).copy_(weight)
     return layer.train()
+
+
+# -- MASS -------------------------------------------------------------------------------------------------------------
+
+
+def mass(tau, initial=4, **options):
+    return with_weights(
+        MASSLayer(MASSConfig(**SHAPE, num_experts=K, initial_experts=initial, mass_threshold=tau, **options))
+    )

@@ -52,7 +52,7 @@ _WithAdapter.__name__ = _WithAdapter.__qualname__ = "Linear"
     "projection,words",
     [
         (lambda: nn.Bilinear(WIDTH, WIDTH, HIDDEN), "linear.Bilinear, where upcycling needs torch.nn.Linear"),
-        (_WithAdapter, r"test_upcycling.Linear, which carries an adapter; merge .*merge_and_unload"),
+        (_WithAdapter, r"test_projections.Linear, which carries an adapter; merge .*merge_and_unload"),
         (_Packed, r"_Packed, whose weights are quantised \(Parameter of uint8\); load .* without quantisation"),
         (_Scaled, "_Scaled, which computes more than a linear map in a forward of its own"),
         (_patched, "linear.Linear, which computes more than a linear map in a forward of its own"),

@@ -6,16 +6,15 @@ import fcntl
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-import report as report_command  # noqa: E402
-import sweep as sweep_command  # noqa: E402
 
+from launch import report as report_command
+from launch import sweep as sweep_command
 from tests.support.ranks import _context
 from tests.support.sweeps import CPU, plan
 from tests.support.tiny_images import make_benchmark
@@ -26,7 +25,6 @@ from unifmoe_dist.studies.sweep.run_folder import State, state_of
 from unifmoe_dist.train.cli import dump_train_config
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "launch"))
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------

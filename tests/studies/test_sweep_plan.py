@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import sweep as sweep_command  # noqa: E402
 
+from launch import sweep as sweep_command
 from tests.support.sweeps import CONFIGS, plan
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.errors import UserError

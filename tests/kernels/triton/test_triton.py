@@ -93,8 +93,8 @@ def test_kernels_compile_and_fit(architecture, dtype, rate, monkeypatch):
         "forward_kernel",
         "backward_kernel",
         "weight_grad_kernel",
-        "_columns_kernel",
-        "_route_kernel",
+        "columns_kernel",
+        "route_kernel",
         "_scan_kernel",
         "_fill_kernel",
     } <= names
@@ -113,8 +113,8 @@ def test_launches(dtype, block, masked, monkeypatch):
     with use_kernels("triton"):
         forward = launches(lambda: outputs.append(layer(x, mask)), monkeypatch)
     assert forward == [
-        "_columns_kernel",
-        "_route_kernel",
+        "columns_kernel",
+        "route_kernel",
         "_scan_kernel",
         "add_.Tensor",
         "_fill_kernel",
@@ -133,8 +133,8 @@ def test_launches(dtype, block, masked, monkeypatch):
         "gate_grad_kernel",
         *half,
         "mm.default",
-        "_route_backward_kernel",
-        "_route_weight_kernel",
+        "route_backward_kernel",
+        "route_weight_kernel",
         "sum.dim_IntList",
         *half,
         "add.Tensor",
@@ -181,7 +181,7 @@ def test_choice_of_tiles(tmp_path, monkeypatch):
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from unifmoe_dist.kernels.triton.ffn_kernels import weight_grad_kernel
+    from unifmoe_dist.kernels.triton.ffn_reductions import weight_grad_kernel
     from unifmoe_dist.kernels.triton.tuning import first_tiles, tuned
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

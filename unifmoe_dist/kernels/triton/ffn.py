@@ -37,8 +37,16 @@ from torch.autograd.function import once_differentiable
 from unifmoe_dist.eager import not_compiled
 from unifmoe_dist.experts import ExpertWeights
 from unifmoe_dist.kernels.dropout import HiddenDropout
-from unifmoe_dist.kernels.triton import ffn_kernels as device
 from unifmoe_dist.kernels.triton.dropout import dropout_arguments
+from unifmoe_dist.kernels.triton.ffn_backward import backward_kernel
+from unifmoe_dist.kernels.triton.ffn_forward import forward_kernel
+from unifmoe_dist.kernels.triton.ffn_reductions import (
+    bias_grad_kernel,
+    combine_kernel,
+    finish_kernel,
+    gate_grad_kernel,
+    weight_grad_kernel,
+)
 from unifmoe_dist.kernels.triton.math import DTYPES, power_of_two, precision
 from unifmoe_dist.kernels.triton.plan import GroupOffsets, Plan, count_groups, make_plan
 
@@ -214,7 +222,7 @@ class _TritonBlockFFN(torch.autograd.Function):
         plan = make_plan(gates, blocks, offsets, shape.tile_rows, has_shared, shape.parts)
         rounds = _Rounds(x, plan, shape, shape.row_bytes, options.atomic, one_round=options.atomic)
         for first in rounds:
-            device.forward_kernel[(rounds.tiles,)](
+            forward_kernel[(rounds.tiles,)](
                 x,
                 gates,
                 shared_keys,
@@ -262,7 +270,7 @@ class _TritonBlockFFN(torch.autograd.Function):
         grads = [torch.empty_like(t) if t is not None else None for t in tensors]
         common = dict(B=shape.blocks, M=shape.width, HAS_SHARED=has_shared)
         for first in rounds:
-            device.backward_kernel[(rounds.tiles,)](
+            backward_kernel[(rounds.tiles,)](
                 x,
                 grad_y,
                 gates,
@@ -294,7 +302,7 @@ class _TritonBlockFFN(torch.autograd.Function):
                     continue
                 height = min(128, power_of_two(shape.width, 16))
                 parts = triton.cdiv(shape.width, height) * shape.experts * shape.blocks
-                device.weight_grad_kernel[lambda meta, parts=parts: (parts, triton.cdiv(shape.dim, meta["BLOCK_D"]))](
+                weight_grad_kernel[lambda meta, parts=parts: (parts, triton.cdiv(shape.dim, meta["BLOCK_D"]))](
                     channels,
                     source,
                     grads[index],
@@ -311,7 +319,7 @@ class _TritonBlockFFN(torch.autograd.Function):
                     **common,
                 )
             if has_bias:
-                device.bias_grad_kernel[(shape.experts * shape.blocks,)](
+                bias_grad_kernel[(shape.experts * shape.blocks,)](
                     grad_bias,
                     grads[2],
                     grads[6],
@@ -324,7 +332,7 @@ class _TritonBlockFFN(torch.autograd.Function):
                 )
             rounds.combine(first, gates, None, None)
         grad_gates = torch.empty_like(gates)
-        device.gate_grad_kernel[(triton.cdiv(shape.n, 32),)](
+        gate_grad_kernel[(triton.cdiv(shape.n, 32),)](
             grad_gate,
             grad_y,
             gates,
@@ -396,7 +404,7 @@ class _Rounds:
         )
         grid = (shape.n, triton.cdiv(shape.dim, sizes["BLOCK_D"]))
         if not self.atomic:
-            device.combine_kernel[grid](
+            combine_kernel[grid](
                 self.rows,
                 gates,
                 shared_value_bias,
@@ -413,4 +421,4 @@ class _Rounds:
                 **sizes,
             )
         elif first + self.tiles >= plan.max_tiles:
-            device.finish_kernel[grid](self.total, gates, shared_value_bias, value_bias, self.output, **sizes)
+            finish_kernel[grid](self.total, gates, shared_value_bias, value_bias, self.output, **sizes)

@@ -1,0 +1,138 @@
+"""Products over a tile of rows, of which the block-sparse FFN is made.
+
+Both passes are made of two products over a tile of rows and the M channels of its block:
+`gather_product`, rows @ weights^T over the model width, and `spread_product`, channels @ weights, one slice of the
+model width at a time. Forward: gather(x, keys), activation, gate, spread(values). Backward: gather(x, keys) again,
+gather(grad, values), the derivative, spread(keys).
+
+The M channels are held in registers as one tile of SUB or three (NUM_SUB), because tile sides are powers of two and
+block widths such as 192 = 3 * 64 are not.
+"""
+
+# Arguments of device functions have no Python types.
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from unifmoe_dist.kernels.triton.math import dot, expert_pointer
+from unifmoe_dist.kernels.triton.tuning import Tiles
+
+TILES: dict[str, Tiles] = dict(
+    half=[
+        (32, 32, 8, 2),
+        (32, 64, 4, 3),
+        (64, 64, 4, 3),
+        (32, 64, 8, 2),
+        (64, 64, 8, 2),
+        (32, 64, 8, 3),
+        (64, 64, 8, 3),
+        (64, 128, 8, 3),
+    ],
+    single=[(32, 32, 8, 2), (32, 32, 4, 2), (16, 32, 8, 2)],
+)
+
+
+@triton.jit
+def _weights(base, channel, column, D: tl.constexpr, M: tl.constexpr, EVEN: tl.constexpr):
+    """Weights [channel, column] of one block, either index given as a column vector, so also transposed."""
+    at = base + channel * D + column
+    if EVEN:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=(channel < M) & (column < D), other=0.0)
+
+
+@triton.jit
+def gather_product(
+    source,
+    token,
+    valid,
+    weights,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    SUB: tl.constexpr,
+    NUM_SUB: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """source[token] @ weights^T for the M channels, as three (TILE_ROWS, SUB) tiles, all the first if NUM_SUB is 1."""
+    EVEN: tl.constexpr = (D % BLOCK_K == 0) and (SUB * NUM_SUB == M)
+    channel = tl.arange(0, SUB)[None, :]
+    rows = source + token.to(tl.int64)[:, None] * D
+    p0 = tl.zeros((TILE_ROWS, SUB), tl.float32)
+    p1 = p0
+    p2 = p0
+    for first in range(0, D, BLOCK_K):
+        column = first + tl.arange(0, BLOCK_K)
+        a = tl.load(rows + column[None, :], mask=valid[:, None] & (column < D)[None, :], other=0.0)
+        p0 = dot(a, _weights(weights, channel, column[:, None], D, M, EVEN), p0, PRECISION)
+        if NUM_SUB == 3:
+            p1 = dot(a, _weights(weights, channel + SUB, column[:, None], D, M, EVEN), p1, PRECISION)
+            p2 = dot(a, _weights(weights, channel + 2 * SUB, column[:, None], D, M, EVEN), p2, PRECISION)
+    return p0, p1, p2
+
+
+@triton.jit
+def spread_product(
+    h0,
+    h1,
+    h2,
+    weights,
+    out,
+    token,
+    valid,
+    first_row,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    SUB: tl.constexpr,
+    NUM_SUB: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ATOMIC: tl.constexpr,
+):
+    """Store channels @ weights as rows of the workspace, or add them to the rows of their tokens."""
+    EVEN: tl.constexpr = (D % BLOCK_D == 0) and (SUB * NUM_SUB == M)
+    channel = tl.arange(0, SUB)[:, None]
+    if ATOMIC:
+        rows = out + token.to(tl.int64)[:, None] * D
+    else:
+        rows = out + (first_row.to(tl.int64) + tl.arange(0, TILE_ROWS))[:, None] * D
+    for first in range(0, D, BLOCK_D):
+        column = first + tl.arange(0, BLOCK_D)[None, :]
+        acc = tl.zeros((TILE_ROWS, BLOCK_D), tl.float32)
+        acc = dot(h0, _weights(weights, channel, column, D, M, EVEN), acc, PRECISION)
+        if NUM_SUB == 3:
+            acc = dot(h1, _weights(weights, channel + SUB, column, D, M, EVEN), acc, PRECISION)
+            acc = dot(h2, _weights(weights, channel + 2 * SUB, column, D, M, EVEN), acc, PRECISION)
+        inside = valid[:, None] & (column < D)
+        if ATOMIC:
+            tl.atomic_add(rows + column, acc, mask=inside, sem="relaxed")
+        else:
+            tl.store(rows + column, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def bias(
+    shared,
+    residual,
+    expert,
+    block,
+    START: tl.constexpr,
+    B: tl.constexpr,
+    M: tl.constexpr,
+    SUB: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """(1, SUB) key biases of a block from channel START, zeros where there are none."""
+    if HAS_BIAS:
+        channel = START + tl.arange(0, SUB)
+        base = expert_pointer(shared, residual, expert, B * M, HAS_SHARED) + block * M
+        return tl.load(base + channel, mask=channel < M, other=0.0).to(tl.float32)[None, :]
+    else:
+        return tl.zeros((1, SUB), tl.float32)

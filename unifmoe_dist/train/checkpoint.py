@@ -39,7 +39,6 @@ from unifmoe_dist.runtime.ranks import Ranks
 from unifmoe_dist.train import deepspeed
 from unifmoe_dist.train.files import flush, save_tensors, write_text
 from unifmoe_dist.train.random_state import random_state, restore_random_state
-from unifmoe_dist.train.rank_sums import keep_on_first_rank, sum_over_ranks
 from unifmoe_dist.upcycling import moe_layers
 
 FORMAT = 1
@@ -145,7 +144,7 @@ def _files(model: nn.Module, engine: Any, ranks: Ranks) -> dict[str, dict[str, T
     experts = set(expert_names(model)) if ranks.expert_group is not None else set()
     states = deepspeed.collect(engine, model)
     weights = {name: t.detach().cpu() for name, t in model.state_dict().items()}
-    sum_over_ranks(model, weights, ranks)
+    _sum_over_ranks(model, weights, ranks)
     files: dict[str, dict[str, Tensor]] = {}
     if ranks.rank == 0:
         files.update(_pair("dense", model, weights, states, lambda name: name not in experts))
@@ -316,7 +315,7 @@ def load(
     parts = {"": model} if extra is None else {"": model, f"{EXTRA}.": extra}
     for start, part in parts.items():
         load_weights(folder, part, start)
-        keep_on_first_rank(part, ranks)
+        _keep_on_first_rank(part, ranks)
     progress = load_progress(folder)
     tensors = _Tensors(folder, optimizer=True)
     kinds = sorted({key.rsplit("/", 1)[1] for key in tensors.files})
@@ -347,6 +346,25 @@ def load(
                 f"or write another one's name into {folder.parent / 'latest'}."
             ) from error
     return progress
+
+
+def _sum_over_ranks(model: nn.Module, weights: dict[str, Tensor], ranks: Ranks) -> None:
+    """Replace `_rank_sums` among a model's `weights`, by name, by their sums; collective."""
+    for name in _rank_sums(model):
+        weights[name] = ranks.all_sum(weights[name]).to(weights[name].dtype)
+
+
+@torch.no_grad()
+def _keep_on_first_rank(model: nn.Module, ranks: Ranks) -> None:
+    """Clear `_rank_sums` on all ranks but the first, after the sums were loaded on every rank."""
+    if ranks.rank != 0:
+        for name in _rank_sums(model):
+            model.get_buffer(name).zero_()
+
+
+def _rank_sums(model: nn.Module) -> list[str]:
+    """Buffers to which every rank adds what its own tokens give."""
+    return [f"{name}.{each}".lstrip(".") for name, layer in moe_layers(model).items() for each in layer.rank_sums]
 
 
 def _order(name: str) -> tuple[int, str]:

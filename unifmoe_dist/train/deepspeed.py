@@ -1,7 +1,7 @@
 """DeepSpeed's engine as training uses it. No other file knows names of DeepSpeed that its documentation lacks.
 
     start         an engine around a training algorithm, told which experts are sharded
-    global_norm   clipping by the true norm, gradients as the optimiser will use them, an update that is dropped
+    clip          clipping by the true norm, gradients as the optimiser will use them, an update that is dropped
     collect       optimiser state by parameter, whole and in float32, whatever the ZeRO stage and world size
 
 A parameter's state is `{"fp32": master weight, "exp_avg": ..., ...}`; the optimiser's scalars, such as Adam's step,
@@ -201,29 +201,23 @@ def _settings(
 
 
 @torch.no_grad()
-def global_norm(model: nn.Module, ranks: Ranks) -> Tensor:
-    """L2 norm of all gradients, after they were averaged over replicas; collective. A float32 scalar.
+def clip(model: nn.Module, max_norm: float, ranks: Ranks) -> Tensor:
+    """Scale all gradients so that their global norm is at most `max_norm`; collective. Returns the norm before.
 
-    Every expert counts once, wherever it lives: dense gradients are the same on every rank; those of sharded experts
-    are summed over the ranks of this rank's expert-parallel group, which together hold every expert once.
+    Gradients are averaged over replicas already. Every expert counts once, wherever it lives: dense gradients are the
+    same on every rank; those of sharded experts are summed over the ranks of this rank's expert-parallel group, which
+    together hold every expert once.
     """
+    trained: list[Any] = [p for p in model.parameters() if p.grad is not None]
     squares = {False: torch.zeros((), device=ranks.device), True: torch.zeros((), device=ranks.device)}
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            squares[is_sharded(parameter)] += torch.linalg.vector_norm(parameter.grad.float()).square()
+    for parameter in trained:
+        squares[is_sharded(parameter)] += torch.linalg.vector_norm(parameter.grad.float()).square()
     if ranks.expert_group is not None:
         dist.all_reduce(squares[True], group=ranks.expert_group)
-    return (squares[False] + squares[True]).sqrt()
-
-
-@torch.no_grad()
-def clip(model: nn.Module, max_norm: float, ranks: Ranks) -> Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm`. Returns the norm before."""
-    norm = global_norm(model, ranks)
+    norm = (squares[False] + squares[True]).sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(scale.to(parameter.grad.dtype))
+    for parameter in trained:
+        parameter.grad.mul_(scale.to(parameter.grad.dtype))
     return norm
 
 
@@ -297,12 +291,15 @@ def restore(engine: Any, states: dict[Any, dict[str, Tensor]], saved: dict[str, 
     """Put whole states (from any world size and ZeRO stage) and `collect_scalars` into a freshly made engine."""
     scaler = _loss_scaler(engine)
     scaler.update({key: value for key, value in saved["loss_scaler"].items() if key in scaler})
-    scalars = {key: torch.tensor(value) for key, value in saved["optimizer_scalars"].items()}
+
+    def scalars() -> dict[str, Tensor]:
+        return {key: torch.tensor(value) for key, value in saved["optimizer_scalars"].items()}
+
     keys = sorted({key for state in states.values() for key in state} - {"fp32"})
     zero = engine.optimizer
     if _is_partitioned(engine) and keys:
         for flat in zero.single_partition_of_fp32_groups:
-            zero.optimizer.state[flat] = {**{k: torch.zeros_like(flat) for k in keys}, **_copied(scalars)}
+            zero.optimizer.state[flat] = {**{k: torch.zeros_like(flat) for k in keys}, **scalars()}
         _link(zero)
     for parameter, state in states.items():
         with torch.no_grad():
@@ -313,7 +310,7 @@ def restore(engine: Any, states: dict[Any, dict[str, Tensor]], saved: dict[str, 
                 parameter.set_full_hp_param(state[key], key)
         elif keys:
             own = {key: state[key].to(parameter.device, parameter.dtype) for key in keys}
-            zero.state[parameter] = {**own, **_copied(scalars)}
+            zero.state[parameter] = {**own, **scalars()}
 
 
 @torch.no_grad()
@@ -337,10 +334,6 @@ def take_over(engine: Any, changes: list[ChangedRows]) -> None:
             state = parameter.get_full_hp_param(key)
             state[change.rows] = 0
             parameter.set_full_hp_param(state, key)
-
-
-def _copied(scalars: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {key: value.clone() for key, value in scalars.items()}
 
 
 def _loss_scaler(engine: Any) -> dict[str, Any]:

@@ -24,11 +24,11 @@ from unifmoe_dist.runtime.signals import StopSignals
 from unifmoe_dist.train import build, checkpoint, deepspeed
 from unifmoe_dist.train.announce import first_lines
 from unifmoe_dist.train.batches import TrainBatches
-from unifmoe_dist.train.changes import keep_options
 from unifmoe_dist.train.cli import dump_train_config
 from unifmoe_dist.train.epochs import check_epochs, in_steps, steps_per_epoch
 from unifmoe_dist.train.evaluate import Score, collect_usage, evaluate
 from unifmoe_dist.train.files import write_text
+from unifmoe_dist.train.folder import keep_options
 from unifmoe_dist.train.health import locate
 from unifmoe_dist.train.own_model import keep_backbone
 from unifmoe_dist.train.preflight import check_layers

@@ -1,11 +1,11 @@
-"""Results as JSON and CSV."""
+"""Results as JSON, CSV and Markdown."""
 
 from __future__ import annotations
 
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -31,3 +31,11 @@ def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
+
+
+def markdown(rows: Sequence[Mapping[str, Any]], left: Collection[str] | None = None) -> str:
+    """A Markdown table with a head from the first row's keys; columns not `left` (the first) stand to the right."""
+    head = list(rows[0])
+    rule = ["---" if name in (head[:1] if left is None else left) else "---:" for name in head]
+    lines = (head, rule, *(row.values() for row in rows))
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

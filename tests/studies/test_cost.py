@@ -13,9 +13,10 @@ from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.kernels import grouped_products
 from unifmoe_dist.studies.cost.count import FLOP_UNIT, PARAMETER_UNIT, count_cost, layer_cost, library_flops
-from unifmoe_dist.studies.cost.measure import LiveTensors, measure_cost
+from unifmoe_dist.studies.cost.measure import measure_cost
 from unifmoe_dist.studies.cost.paper import DERIVED, dynmoe, gmoe, published_cost, unif_moe
 from unifmoe_dist.studies.cost.table import csv_table, markdown_table, statistics_of
+from unifmoe_dist.studies.meters import Ledger, LiveBytes
 from unifmoe_dist.studies.run_report.costs import method_config
 from unifmoe_dist.upcycling import moe_layers
 from unifmoe_dist.usage import UsageSummary
@@ -152,18 +153,18 @@ def test_unused_layers_are_named():
 
 def test_live_tensors_by_hand():
     """4 kB given; a + 1 adds 4 kB, b * 2 another, then b goes; views and in-place operations add none."""
-    a = torch.zeros(1024)
-    with LiveTensors([a]) as live:
+    a, ledger = torch.zeros(1024), Ledger()
+    with LiveBytes(ledger, [a]):
         b = a + 1
-        assert live.live == live.peak == 8192
+        assert ledger.live.total() == ledger.highest == 8192
         c = b * 2
         del b
-        assert (live.live, live.peak) == (8192, 12288)
+        assert (ledger.live.total(), ledger.highest) == (8192, 12288)
         c.add_(1)
         c.view(32, 32)[0]
-        assert (live.live, live.peak) == (8192, 12288)
+        assert (ledger.live.total(), ledger.highest) == (8192, 12288)
     del c
-    assert live.live == 4096
+    assert ledger.live.total() == 4096
 
 
 def test_measured_cost_of_a_known_model():

@@ -9,7 +9,7 @@ Conventions, settled by the paper's dense numbers (DeiT-S/16 with VLCS's 5 class
   biases, each executed expert with its down bias, the router whole.
 
 An MoE layer is counted from what it executed on real data (`Usage`), since no library sees inside fused kernels; all
-else is the library's count. `cost_paper.py` derives the paper's table from these rules.
+else is the library's count. `paper.py` derives the paper's table from these rules.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,21 +37,13 @@ FLOP_UNIT = 2**30
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One MoE layer.
-
-    Args:
-        parameters: All of its parameters.
-        activated: Those that a token uses, on average.
-        tokens: Tokens per item.
-        routing_flops: Operations of the router per token.
-        expert_flops: Operations of the executed blocks per token, on average.
-    """
+    """One MoE layer, averages over its tokens."""
 
     parameters: int
-    activated: float
-    tokens: float
-    routing_flops: float
-    expert_flops: float
+    activated: float  # those that a token uses
+    tokens: float  # per item
+    routing_flops: float  # operations of the router per token
+    expert_flops: float  # operations of the executed blocks per token
 
     @property
     def flops(self) -> float:
@@ -130,21 +123,16 @@ def layer_cost(layer: Any, usage: UsageSummary, tokens: float) -> LayerCost:
     used = usage.block_compute * width * channel + experts_used * (0 if bank.value_bias is None else dim)
     parameters = sum(p.numel() for p in layer.parameters())
     held = sum(p.numel() for module in banks for p in module.parameters())
+    x = torch.zeros(16, dim, dtype=bank.keys.dtype, device=bank.keys.device)
+    with torch.no_grad(), use_kernels("reference"), FlopCounterMode(display=False) as counter:  # sees no fused kernel
+        layer.route(x)
     return LayerCost(
         parameters=parameters,
         activated=parameters - held + used,
         tokens=tokens,
-        routing_flops=_routing_flops(layer, dim, bank.keys),
+        routing_flops=counter.get_total_flops() / len(x),
         expert_flops=usage.block_compute * width * 4 * dim,
     )
-
-
-def _routing_flops(layer: Any, dim: int, like: Tensor, tokens: int = 16) -> float:
-    """Matrix products of `route` per token. In plain torch: the counter sees nothing in fused kernels."""
-    x = torch.zeros(tokens, dim, dtype=like.dtype, device=like.device)
-    with torch.no_grad(), use_kernels("reference"), FlopCounterMode(display=False) as counter:
-        layer.route(x)
-    return counter.get_total_flops() / tokens
 
 
 @contextmanager
@@ -152,15 +140,12 @@ def _bypassed(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, int]]:
     """Layers that return their input and note how many real tokens came."""
     tokens = dict.fromkeys(layers, 0)
 
-    def skip(name: str) -> Any:
-        def forward(x: Tensor, token_mask: Tensor | None = None) -> Tensor:
-            tokens[name] += x[..., 0].numel() if token_mask is None else int(token_mask.sum())
-            return x
-
-        return forward
+    def skip(name: str, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
+        tokens[name] += x[..., 0].numel() if token_mask is None else int(token_mask.sum())
+        return x
 
     for name, layer in layers.items():
-        layer.forward = skip(name)  # on the instance, above the class's own
+        layer.forward = partial(skip, name)  # on the instance, above the class's own
     try:
         yield tokens
     finally:

@@ -8,38 +8,27 @@ gradients and optimiser states included, temporaries inside one operation not. `
 from __future__ import annotations
 
 import statistics
-import time
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+
+from unifmoe_dist.studies.meters import peak_bytes
+from unifmoe_dist.studies.timing import seconds
 
 MEMORY_UNIT = 2**30
 
 
 @dataclass(frozen=True)
 class MeasuredCost:
-    """Medians over the repeats.
+    """Medians over the repeats, in seconds and bytes."""
 
-    Args:
-        train_seconds: T-TPS, forward, loss, backward and update.
-        eval_seconds: I-TPS.
-        train_memory: T-RTM, bytes.
-        eval_memory: I-RTM, bytes.
-        memory_kind: "CUDA allocator" or "live tensors".
-        device: Name of the device.
-    """
-
-    train_seconds: float
-    eval_seconds: float
-    train_memory: int
-    eval_memory: int
-    memory_kind: str
+    train_seconds: float  # T-TPS: forward, loss, backward and update
+    eval_seconds: float  # I-TPS
+    train_memory: int  # T-RTM
+    eval_memory: int  # I-RTM
+    memory_kind: str  # "CUDA allocator" or "live tensors"
     device: str
 
 
@@ -65,114 +54,30 @@ def measure_cost(
         repeats: Timed steps.
         warmup: Steps before.
     """
-    held_out = _move(eval_inputs, device)
-    eval_seconds, eval_memory = _inference(deploy().to(device).eval(), held_out, device, repeats, warmup)
-    inputs, labels = _move(train_batch[0], device), train_batch[1].to(device)
-    trained = prepare().to(device).train()
-    optimizer = torch.optim.Adam(trained.parameters(), lr=1e-5)
 
-    def train() -> None:
-        optimizer.zero_grad()
-        loss_of(trained, inputs, labels).backward()
-        optimizer.step()
+    def medians(model: nn.Module, step: Callable[[], object], *given: Tensor) -> tuple[float, int]:
+        # The peak is that of the first two steps: the states and gradients that the first leaves are there in the next.
+        held = [*model.parameters(), *model.buffers(), *given]
+        memory = peak_bytes(lambda: (step(), step()), device, held)
+        times = [seconds(step, device) for _ in range(warmup + repeats)]
+        return statistics.median(times[warmup:]), memory
 
-    given = [*_tensors(trained), *inputs.values(), labels]
-    train_seconds, train_memory = _measure(train, given, device, repeats, warmup)
+    def inference() -> tuple[float, int]:
+        model, inputs = deploy().to(device).eval(), {name: tensor.to(device) for name, tensor in eval_inputs.items()}
+        return medians(model, torch.no_grad()(lambda: model(**inputs)), *inputs.values())
+
+    def training() -> tuple[float, int]:
+        model, inputs = prepare().to(device).train(), {n: tensor.to(device) for n, tensor in train_batch[0].items()}
+        labels, optimizer = train_batch[1].to(device), torch.optim.Adam(model.parameters(), lr=1e-5)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            loss_of(model, inputs, labels).backward()
+            optimizer.step()
+
+        return medians(model, step, *inputs.values(), labels)
+
+    (eval_seconds, eval_memory), (train_seconds, train_memory) = inference(), training()
     cuda = device.type == "cuda"
-    return MeasuredCost(
-        train_seconds,
-        eval_seconds,
-        train_memory,
-        eval_memory,
-        "CUDA allocator" if cuda else "live tensors",
-        torch.cuda.get_device_name(device) if cuda else "CPU",
-    )
-
-
-def _inference(
-    model: nn.Module, inputs: dict[str, Tensor], device: torch.device, repeats: int, warmup: int
-) -> tuple[float, int]:
-    """A function of its own: the model is gone when it returns."""
-
-    def infer() -> None:
-        with torch.no_grad():
-            model(**inputs)
-
-    return _measure(infer, [*_tensors(model), *inputs.values()], device, repeats, warmup)
-
-
-def _measure(
-    step: Callable[[], None], given: list[Tensor], device: torch.device, repeats: int, warmup: int
-) -> tuple[float, int]:
-    """Median seconds of a step, and peak bytes of one; `given` tensors exist before."""
-    memory = _peak_memory(step, given, device)  # of the first steps: optimiser states are born inside them
-    for _ in range(warmup):
-        step()
-    seconds = []
-    for _ in range(repeats):
-        _wait(device)
-        started = time.perf_counter()
-        step()
-        _wait(device)
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds), memory
-
-
-def _peak_memory(step: Callable[[], None], given: list[Tensor], device: torch.device) -> int:
-    """Peak bytes over two steps: the states and gradients that the first leaves are there in the second."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        step()
-        step()
-        _wait(device)
-        return torch.cuda.max_memory_allocated(device)
-    with LiveTensors(given) as live:
-        step()
-        step()
-    return live.peak
-
-
-class LiveTensors(TorchDispatchMode):
-    """Bytes of all storages that operations inside the context make and that still live, and their peak.
-
-    Args:
-        given: Tensors made before that count from the start.
-    """
-
-    def __init__(self, given: list[Tensor]) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._known: set[int] = set()
-        for tensor in given:
-            self._note(tensor)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return tree_map_only(Tensor, self._note, func(*args, **(kwargs or {})))
-
-    def _note(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if id(storage) not in self._known:  # a storage keeps one Python object as long as it lives
-            self._known.add(id(storage))
-            self.live += storage.nbytes()
-            self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self._forget, id(storage), storage.nbytes())
-        return tensor
-
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
-
-
-def _tensors(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
-
-
-def _move(inputs: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {name: tensor.to(device) for name, tensor in inputs.items()}
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    kind, name = ("CUDA allocator", torch.cuda.get_device_name(device)) if cuda else ("live tensors", "CPU")
+    return MeasuredCost(train_seconds, eval_seconds, train_memory, eval_memory, kind, name)

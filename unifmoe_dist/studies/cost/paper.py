@@ -1,6 +1,6 @@
 """The paper's cost table (VLCS, DeiT-S/16, layers 8 and 10), and a derivation that reproduces its N, N_A and FLOPs.
 
-The paper does not say how its numbers were counted. The rules of `cost.py` and the settings below reproduce all of
+The paper does not say how its numbers were counted. The rules of `count.py` and the settings below reproduce all of
 them to the last printed digit; settings that the paper does not give are marked (inferred).
 
 - GMoE: 6 experts, top-2, a cosine router (projection to 256 with bias, 256 x 6, a temperature). Its FLOPs are those of
@@ -27,19 +27,12 @@ _DEIT = 22_050_664 - (_DIM + 1) * (1000 - _CLASSES)  # ImageNet's DeiT-S/16 with
 
 @dataclass(frozen=True)
 class Derivation:
-    """One MoE layer of a method in the table.
+    """One MoE layer of a method in the table."""
 
-    Args:
-        parameters: Of all experts and the router.
-        activated: Of what a token uses, on average.
-        routing: Multiply-adds of the router per token.
-        computed: FFN multiply-adds per token, in dense FFNs; includes padding where the paper's number does.
-    """
-
-    parameters: float
-    activated: float
-    routing: float
-    computed: float
+    parameters: float  # of all experts and the router
+    activated: float  # of what a token uses, on average
+    routing: float  # multiply-adds of the router per token
+    computed: float  # FFN multiply-adds per token, in dense FFNs; with padding where the paper's number has it
 
     def table(self) -> dict[str, float]:
         """N, N_A and FLOPs of DeiT-S with two such layers, in the table's units."""

@@ -6,69 +6,49 @@ from collections.abc import Mapping
 
 from unifmoe_dist.studies.cost.count import FLOP_UNIT, PARAMETER_UNIT, Cost
 from unifmoe_dist.studies.cost.measure import MEMORY_UNIT, MeasuredCost
-from unifmoe_dist.studies.records import csv_text
+from unifmoe_dist.studies.records import csv_text, markdown
 
 STATISTICS = ("N", "N_A", "FLOPs", "T-TPS", "I-TPS", "T-RTM", "I-RTM")
+
+Columns = Mapping[str, Mapping[str, float]]
+"""Statistics by method."""
 
 
 def statistics_of(cost: Cost, measured: MeasuredCost | None = None) -> dict[str, float]:
     """One column in the table's units: 2^20 parameters, 2^30 operations per item, seconds, GiB."""
-    column = {
-        "N": cost.parameters / PARAMETER_UNIT,
-        "N_A": cost.activated / PARAMETER_UNIT,
-        "FLOPs": cost.flops / FLOP_UNIT,
-    }
+    counted = [cost.parameters / PARAMETER_UNIT, cost.activated / PARAMETER_UNIT, cost.flops / FLOP_UNIT]
     if measured is not None:
-        column |= {
-            "T-TPS": measured.train_seconds,
-            "I-TPS": measured.eval_seconds,
-            "T-RTM": measured.train_memory / MEMORY_UNIT,
-            "I-RTM": measured.eval_memory / MEMORY_UNIT,
-        }
-    return column
+        counted += [measured.train_seconds, measured.eval_seconds]
+        counted += [measured.train_memory / MEMORY_UNIT, measured.eval_memory / MEMORY_UNIT]
+    return dict(zip(STATISTICS, counted, strict=False))
 
 
-def markdown_table(
-    columns: Mapping[str, Mapping[str, float]], published: Mapping[str, Mapping[str, float]] | None = None
-) -> str:
-    """A Markdown table.
+def markdown_table(columns: Columns, published: Columns | None = None) -> str:
+    """A Markdown table; the paper's numbers are in brackets behind ours where it has the method."""
 
-    Args:
-        columns: Statistics by method.
-        published: The paper's, in brackets behind ours where it has the method.
-    """
-    lines = ["| statistic | " + " | ".join(columns) + " |", "| --- |" + " ---: |" * len(columns)]
-    for name in STATISTICS:
-        if any(name in column for column in columns.values()):
-            cells = [_cell(name, column, (published or {}).get(method)) for method, column in columns.items()]
-            lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    def cell(name: str, method: str) -> str:
+        value, paper = columns[method].get(name), (published or {}).get(method, {}).get(name)
+        # Two decimals as in the paper; small models need significant digits instead.
+        own = "" if value is None else f"{value:.2f}" if value >= 1 else f"{value:.3g}"
+        return own if paper is None else f"{own} ({paper:.2f})".strip()
 
-
-def csv_table(
-    columns: Mapping[str, Mapping[str, float]], published: Mapping[str, Mapping[str, float]] | None = None
-) -> str:
-    """CSV with one row per method and statistic: method, statistic, value, published."""
-    return csv_text(
-        [
-            {
-                "method": method,
-                "statistic": name,
-                "value": column[name],
-                "published": (published or {}).get(method, {}).get(name, ""),
-            }
-            for method, column in columns.items()
-            for name in STATISTICS
-            if name in column
-        ]
+    names = [name for name in STATISTICS if any(name in column for column in columns.values())]
+    return (
+        markdown([{"statistic": name, **{method: cell(name, method) for method in columns}} for name in names]) + "\n"
     )
 
 
-def _cell(name: str, column: Mapping[str, float], published: Mapping[str, float] | None) -> str:
-    own = _number(column[name]) if name in column else ""
-    return own if published is None or name not in published else f"{own} ({published[name]:.2f})".strip()
-
-
-def _number(value: float) -> str:
-    """Two decimals as in the paper; small models need significant digits instead."""
-    return f"{value:.2f}" if value >= 1 else f"{value:.3g}"
+def csv_table(columns: Columns, published: Columns | None = None) -> str:
+    """CSV with one row per method and statistic: method, statistic, value, published."""
+    rows = [
+        {
+            "method": method,
+            "statistic": name,
+            "value": column[name],
+            "published": (published or {}).get(method, {}).get(name, ""),
+        }
+        for method, column in columns.items()
+        for name in STATISTICS
+        if name in column
+    ]
+    return csv_text(rows)

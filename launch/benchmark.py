@@ -10,7 +10,7 @@ import argparse
 import json
 import platform
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> None:
 
     from unifmoe_dist.studies import benchmark
     from unifmoe_dist.studies.benchmark import plots
-    from unifmoe_dist.train.checkpoint import write_text
+    from unifmoe_dist.train.files import write_text
 
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -105,27 +105,23 @@ def main(arguments: Sequence[str]) -> None:
         write_text(options.output / f"{stem}{suffix}.md", "\n\n".join([where, *tables]) + "\n")
         write_text(options.output / f"{stem}{suffix}.json", json.dumps(record, indent=1))
 
-    layers: list[benchmark.Result] = []
-    for name in chosen:
-        shape = benchmark.PAPER[name]
-        shape = replace(shape, tokens=options.tokens or (shape.tokens if on_gpu else benchmark.CPU_TOKENS[name]))
-        with tqdm(desc=name, unit="round") as bar:
-            layers.append(benchmark.run_layer(shape, device, dtype, options.seconds or 30.0, bar.update, rate))
-        tables = [benchmark.table(result) for result in layers]
-        plots.plot(layers, where, options.output / f"benchmark{suffix}.png")
-        save("benchmark", "layers", [benchmark.as_record(result) for result in layers], tables)
-        printed.append(tables[-1])
-
-    whole: list[benchmark.Result] = []
-    for name in models or []:
-        model = benchmark.MODELS[name]
-        batch = options.batch or (model.batch if on_gpu else model.cpu_batch)
-        with tqdm(desc=name, unit="round") as bar:
-            whole.append(benchmark.run_model(model, device, dtype, batch, options.seconds or 30.0, bar.update, rate))
-        tables = [benchmark.table(result) for result in whole]
-        plots.plot(whole, where, options.output / f"models{suffix}.png")
-        save("models", "models", [benchmark.as_record(result) for result in whole], tables)
-        printed.append(tables[-1])
+    for stem, names in (("benchmark", chosen), ("models", models or [])):
+        found: list[benchmark.Result] = []
+        for name in names:
+            with tqdm(desc=name, unit="round") as bar:
+                rest = (options.seconds or 30.0, bar.update, rate)
+                if stem == "models":
+                    model = benchmark.MODELS[name]
+                    batch = options.batch or (model.batch if on_gpu else model.cpu_batch)
+                    found.append(benchmark.run_model(model, device, dtype, batch, *rest))
+                else:
+                    shape = benchmark.PAPER[name]
+                    tokens = options.tokens or (shape.tokens if on_gpu else benchmark.CPU_TOKENS[name])
+                    found.append(benchmark.run_layer(replace(shape, tokens=tokens), device, dtype, *rest))
+            tables = [benchmark.table(result) for result in found]
+            plots.plot(found, where, options.output / f"{stem}{suffix}.png")
+            save(stem, "models" if stem == "models" else "layers", [asdict(result) for result in found], tables)
+            printed.append(tables[-1])
 
     swept: dict[str, list[benchmark.Result]] = {}
     for name, shapes in benchmark.sweeps(on_gpu).items() if options.sweep else ():
@@ -135,8 +131,7 @@ def main(arguments: Sequence[str]) -> None:
             swept[name].append(benchmark.run_layer(shape, device, dtype, seconds, lambda: None, rate, brief=True))
         tables = [benchmark.sweep_table(key, results) for key, results in swept.items()]
         plots.plot_sweeps(swept, where, options.output / f"sweep{suffix}.png")
-        found = {key: [benchmark.as_record(r) for r in results] for key, results in swept.items()}
-        save("sweep", "sweeps", found, tables)
+        save("sweep", "sweeps", {key: [asdict(r) for r in results] for key, results in swept.items()}, tables)
         printed.append(tables[-1])
 
     print("\n" + "\n\n".join(printed) + "\n")

@@ -22,9 +22,10 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.studies import benchmark
 from unifmoe_dist.studies.benchmark import layers as layers_module
 from unifmoe_dist.studies.benchmark import plots
+from unifmoe_dist.studies.benchmark.contenders import Subject
 from unifmoe_dist.studies.benchmark.layers import dense_ffn
 from unifmoe_dist.studies.benchmark.peers import PEERS, reason
-from unifmoe_dist.studies.benchmark.timing import Subject
+from unifmoe_dist.studies.meters import kept_for_backward
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -184,7 +185,7 @@ def test_a_failing_peer_never_ends_the_benchmark():
 
 
 def kept(module, x):
-    return benchmark.kept_for_backward(lambda: module(x.clone().requires_grad_()), module.parameters())
+    return kept_for_backward(lambda: module(x.clone().requires_grad_()), module.parameters())
 
 
 def test_kept_memory_counts_every_storage_once_and_no_parameter():

@@ -1,11 +1,10 @@
 """Speed and memory of one layer and of whole models beside the dense versions and the peers."""
 
+from unifmoe_dist.studies.benchmark.contenders import Contender, Result, Timing, matmul_rate, measure, prepare
 from unifmoe_dist.studies.benchmark.layers import contenders, has_fast_bf16, run_layer
-from unifmoe_dist.studies.benchmark.memory import kept_for_backward
 from unifmoe_dist.studies.benchmark.models import MODELS, Model, run_model
-from unifmoe_dist.studies.benchmark.records import as_record, sweep_table, table
 from unifmoe_dist.studies.benchmark.shapes import CPU_TOKENS, LANGUAGE, PAPER, VISION, Shape, at_operating_point, sweeps
-from unifmoe_dist.studies.benchmark.timing import Contender, Result, Timing, matmul_rate, measure, prepare
+from unifmoe_dist.studies.benchmark.text import sweep_table, table
 
 __all__ = [
     "CPU_TOKENS",
@@ -18,11 +17,9 @@ __all__ = [
     "Result",
     "Shape",
     "Timing",
-    "as_record",
     "at_operating_point",
     "contenders",
     "has_fast_bf16",
-    "kept_for_backward",
     "matmul_rate",
     "measure",
     "prepare",

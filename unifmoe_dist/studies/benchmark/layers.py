@@ -11,19 +11,24 @@ from torch import Tensor, nn
 
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.kernels import use_kernels
-from unifmoe_dist.studies.benchmark import memory
+from unifmoe_dist.studies import meters
+from unifmoe_dist.studies.benchmark.contenders import Contender, Result, Subject, Timing, measure, prepare
 from unifmoe_dist.studies.benchmark.grouped_mm import GroupedMM
-from unifmoe_dist.studies.benchmark.peers import PEERS
-from unifmoe_dist.studies.benchmark.peers.peer import Unavailable
+from unifmoe_dist.studies.benchmark.peers import PEERS, Unavailable
 from unifmoe_dist.studies.benchmark.shapes import Shape, at_operating_point
-from unifmoe_dist.studies.benchmark.timing import Contender, Result, Subject, Timing, measure, prepare
 
 
 class InBf16(nn.Module):
-    """A copy of a layer with bf16 weights; tokens are cast on their way in and out."""
+    """A copy of a layer with bf16 weights; tokens are cast on their way in and out.
+
+    Raises:
+        Unavailable: the CPU would emulate bf16, so that the table says why it lacks this line.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
+        if not has_fast_bf16():
+            raise Unavailable("this CPU has no bf16 instructions (avx512_bf16 or amx_bf16)")
         self.layer = copy.deepcopy(layer).bfloat16()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -38,13 +43,6 @@ def has_fast_bf16() -> bool:
     """Whether this CPU multiplies bf16 by instructions of its own (AVX-512 or AMX)."""
     found = torch.cpu.get_capabilities()
     return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
-
-
-def _in_bf16(layer: nn.Module) -> nn.Module:
-    """The layer with bf16 weights; refused where the CPU would emulate bf16, so that the table says why it lacks it."""
-    if not has_fast_bf16():
-        raise Unavailable("this CPU has no bf16 instructions (avx512_bf16 or amx_bf16)")
-    return InBf16(layer)
 
 
 def contenders(shape: Shape, x: Tensor, top_ks: Sequence[int] = (1, 2), reference: bool = True) -> Iterator[Contender]:
@@ -67,8 +65,8 @@ def contenders(shape: Shape, x: Tensor, top_ks: Sequence[int] = (1, 2), referenc
     if x.is_cuda:
         yield Contender("UniF-MoE, plain torch", lambda: layer, ffns, lambda: use_kernels("grouped"))
     elif dtype == torch.float32:
-        yield Contender("dense FFN in bf16", lambda: _in_bf16(dense), None, peer=True)
-        yield Contender("UniF-MoE in bf16", lambda: _in_bf16(layer), None, peer=True)
+        yield Contender("dense FFN in bf16", lambda: InBf16(dense), None, peer=True)
+        yield Contender("UniF-MoE in bf16", lambda: InBf16(layer), None, peer=True)
     yield Contender("UniF-MoE, torch grouped_mm", lambda: GroupedMM(layer), ffns, peer=True)
     if reference:
         yield Contender("UniF-MoE, masked reference", lambda: layer, ffns, lambda: use_kernels("reference"))
@@ -129,7 +127,6 @@ def _ready(contender: Contender, x: Tensor) -> Subject:
 
     infer()
     train()
-    timing = Timing(contender.name, contender.work)
-    timing.kept = memory.kept_for_backward(forward, module.parameters())
-    timing.peak = memory.peak(train, x.device)
+    timing = Timing(contender.name, contender.work, kept=meters.kept_for_backward(forward, module.parameters()))
+    timing.peak = meters.peak_beyond(train, x.device)
     return Subject(timing, infer, train, contender.peer)

@@ -11,38 +11,26 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from unifmoe_dist.layer import UniFMoELayer
-from unifmoe_dist.studies.benchmark import memory
-from unifmoe_dist.studies.benchmark.peers import PEERS
+from unifmoe_dist.studies import meters
+from unifmoe_dist.studies.benchmark.contenders import Contender, Result, Subject, Timing, measure, prepare
+from unifmoe_dist.studies.benchmark.peers import PEERS, Peer
 from unifmoe_dist.studies.benchmark.shapes import Shape, at_operating_point
-from unifmoe_dist.studies.benchmark.timing import Contender, Result, Subject, Timing, measure, prepare
 from unifmoe_dist.upcycling import moe_layers, upcycle
 from unifmoe_dist.upcycling.families import find_adapter
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model to time, with random weights.
-
-    Args:
-        name: What it is called in tables.
-        build: Makes the dense model, a classifier.
-        inputs: From a batch size to the arguments of the model.
-        layers: Transformer layers whose FFN becomes a mixture.
-        experts: Residual experts K.
-        blocks: Blocks B.
-        block_compute: Mean C_B per token to bring every router to: what the paper measured.
-        batch: Batch size on a GPU.
-        cpu_batch: Batch size on the CPU.
-    """
+    """A model to time, with random weights."""
 
     name: str
-    build: Callable[[], nn.Module]
-    inputs: Callable[[int], tuple[Tensor, ...]]
-    layers: tuple[int, ...]
-    experts: int
-    blocks: int
-    block_compute: float
-    batch: int
+    build: Callable[[], nn.Module]  # the dense model, a classifier
+    inputs: Callable[[int], tuple[Tensor, ...]]  # from a batch size to the arguments of the model
+    layers: tuple[int, ...]  # transformer layers whose FFN becomes a mixture
+    experts: int  # residual experts K
+    blocks: int  # blocks B
+    block_compute: float  # mean C_B per token to bring every router to: what the paper measured
+    batch: int  # on a GPU
     cpu_batch: int
 
 
@@ -77,17 +65,6 @@ MODELS = {
 }
 
 
-class _PerToken(nn.Module):
-    """A layer over (N, d) tokens in the place of an FFN over (batch, sequence, d)."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
-        return self.layer(x.flatten(0, -2)).view_as(x)
-
-
 def run_model(
     model: Model,
     device: torch.device,
@@ -116,14 +93,17 @@ def run_model(
     flops = float(counter.get_total_flops())
     ffn = find_adapter(dense).read(find_adapter(dense).blocks(dense)[model.layers[0]])
     shape = Shape(model.name, 0, ffn.up.in_features, ffn.up.out_features, model.experts, model.blocks)
-    ffn_flops = 4.0 * _tokens(dense, ffn.up, inputs) * shape.dim * shape.hidden
+    ffn_flops = 4.0 * len(_inputs_of(dense, ffn.up, inputs)) * shape.dim * shape.hidden
 
     def work(ffns: float) -> float:
         return 1 + len(model.layers) * (ffns - 1) * ffn_flops / flops
 
     def ours() -> nn.Module:
         mixture = upcycle(model.build(), model.layers, model.experts, model.blocks).to(device, dtype)
-        _to_operating_point(mixture, inputs, model.block_compute)
+        mixture.eval()
+        for layer in moe_layers(mixture).values():  # one router after the other, each on the tokens that reach it then
+            assert isinstance(layer, UniFMoELayer)
+            at_operating_point(layer, _inputs_of(mixture, layer, inputs), model.block_compute)
         return mixture
 
     def top_2() -> nn.Module:
@@ -131,7 +111,7 @@ def run_model(
         adapter = find_adapter(mixture)
         for index in model.layers:
             layer = PEERS["Transformers Mixtral"](shape, 2, device, dtype)
-            adapter.install(adapter.blocks(mixture)[index], _PerToken(layer))
+            adapter.install(adapter.blocks(mixture)[index], Peer(_per_token, layer=layer))
         return mixture.to(device, dtype)
 
     versions = [
@@ -151,7 +131,8 @@ def _ready(version: Contender, inputs: tuple[Tensor, ...]) -> Subject:
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-6, foreach=device.type == "cuda")
 
     def forward() -> Tensor:
-        return _logits(network(*inputs))
+        output = network(*inputs)
+        return output if isinstance(output, Tensor) else output.logits
 
     def infer() -> None:
         network.eval()
@@ -166,19 +147,18 @@ def _ready(version: Contender, inputs: tuple[Tensor, ...]) -> Subject:
 
     infer()
     train()
-    timing = Timing(version.name, version.work)
-    timing.kept = memory.kept_for_backward(forward, network.parameters())
-    weights = [*network.parameters(), *network.buffers()]
+    timing = Timing(version.name, version.work, kept=meters.kept_for_backward(forward, network.parameters()))
     states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-    lasting = sum(t.nbytes for t in [*weights, *states])
+    lasting = sum(t.nbytes for t in [*network.parameters(), *network.buffers(), *states])
     timing.held = lasting + sum(p.nbytes for p in network.parameters() if p.requires_grad)
-    beyond = memory.peak(train, device)
+    beyond = meters.peak_beyond(train, device)
     timing.peak = None if beyond is None else lasting + beyond
     return Subject(timing, infer, train, version.peer)
 
 
-def _logits(output: Any) -> Tensor:
-    return output if isinstance(output, Tensor) else output.logits
+def _per_token(self: Any, x: Tensor) -> Tensor:
+    """A layer over (N, d) tokens in the place of an FFN over (batch, sequence, d)."""
+    return self.layer(x.flatten(0, -2)).view_as(x)
 
 
 @torch.no_grad()
@@ -191,15 +171,3 @@ def _inputs_of(network: nn.Module, module: nn.Module, inputs: tuple[Tensor, ...]
     finally:
         hook.remove()
     return seen[0].flatten(0, -2)
-
-
-def _tokens(network: nn.Module, module: nn.Module, inputs: tuple[Tensor, ...]) -> int:
-    return _inputs_of(network, module, inputs).shape[0]
-
-
-def _to_operating_point(network: nn.Module, inputs: tuple[Tensor, ...], block_compute: float) -> None:
-    """Bring one router after the other to a mean C_B, each on the tokens that reach it then."""
-    network.eval()
-    for layer in moe_layers(network).values():
-        assert isinstance(layer, UniFMoELayer)
-        at_operating_point(layer, _inputs_of(network, layer, inputs), block_compute)

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator, ScalarFormatter
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-import numpy as np  # noqa: E402
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator, ScalarFormatter  # noqa: E402
-
-from unifmoe_dist.studies.benchmark.timing import Result  # noqa: E402
+from unifmoe_dist.studies.benchmark.contenders import Result
+from unifmoe_dist.studies.figures.style import new_figure, save
 
 COLOURS = {"forward": "tab:blue", "training": "tab:orange"}
 LABELS = {"forward": "forward", "training": "forward + backward"}
@@ -25,34 +21,30 @@ def plot(results: list[Result], where: str, path: Path) -> Path:
     """One panel per layer or model; a black mark shows the arithmetic of each contender, its floor."""
     layers = results[0].shape is not None
     tallest = max(len(result.timings) for result in results)
-    figure, axes = plt.subplots(
-        1, len(results), figsize=(7.2 * len(results), 1.4 + 0.42 * tallest), squeeze=False, layout="constrained"
-    )
-    for axis, result in zip(axes[0], results, strict=True):
+    figure = new_figure(7.2 * len(results), 1.4 + 0.42 * tallest)
+    axes = figure.subplots(1, len(results), squeeze=False)[0]
+    for axis, result in zip(axes, results, strict=True):
         _bars(axis, result)
         axis.set_xlabel("time, in dense FFNs" if layers else "time, in dense models")
-    handles, labels = axes[0][0].get_legend_handles_labels()
+    handles, labels = axes[0].get_legend_handles_labels()
     if not layers:
         labels = [{"forward": "inference", LABELS["training"]: "training step"}.get(label, label) for label in labels]
     figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=3, fontsize=9, markerscale=0.4)
     figure.suptitle(where, fontsize=11)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def _bars(axis: Axes, result: Result) -> None:
     rows = np.arange(len(result.timings))[::-1]
-    longest = 0.0
     for offset, kind in ((0.2, "forward"), (-0.2, "training")):
         ratios = [result.ratio(t, kind) for t in result.timings]
-        longest = max(longest, *ratios)
-        axis.barh(rows + offset, ratios, height=0.38, color=COLOURS[kind], label=LABELS[kind])
-        for row, ratio in zip(rows, ratios, strict=True):
-            axis.text(ratio, row + offset, f"  {ratio:.2f}", va="center", fontsize=8)
-    floors = [(t.work, row) for t, row in zip(result.timings, rows, strict=True) if t.work is not None]
-    works = [work for work, _ in floors]
-    axis.plot(works, [row for _, row in floors], "k|", markersize=22, label="arithmetic (floor)")
+        bars = axis.barh(rows + offset, ratios, height=0.38, color=COLOURS[kind], label=LABELS[kind])
+        axis.bar_label(bars, fmt="  {:.2f}", fontsize=8)
+    floors = {row: t.work for t, row in zip(result.timings, rows, strict=True) if t.work is not None}
+    axis.plot(list(floors.values()), list(floors), "k|", markersize=22, label="arithmetic (floor)")
     axis.set_yticks(rows, [t.contender for t in result.timings])
-    axis.set_xlim(0, 1.15 * max(longest, *works))
+    longest = (result.ratio(t, kind) for t in result.timings for kind in COLOURS)
+    axis.set_xlim(0, 1.15 * max(*longest, *floors.values()))
     axis.set_title(f"{result.name}: {result.sizes}", fontsize=9)
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="x", alpha=0.25)
@@ -64,62 +56,47 @@ def plot_sweeps(sweeps: dict[str, list[Result]], where: str, path: Path) -> Path
     The dense contender, which is the floor, is a black line.
     """
     columns = [(swept, name) for swept, results in sweeps.items() for name in dict.fromkeys(r.name for r in results)]
-    figure, axes = plt.subplots(
-        2, len(columns), figsize=(4.6 * len(columns), 7), squeeze=False, layout="constrained", sharex="col"
-    )
-    names = list(dict.fromkeys(t.contender for rs in sweeps.values() for r in rs for t in r.timings[1:] if t.work))
-    colours = {name: f"C{i}" for i, name in enumerate(names)}
+    figure = new_figure(4.6 * len(columns), 7)
+    axes = figure.subplots(2, len(columns), squeeze=False, sharex="col")
+    contenders = dict.fromkeys(t.contender for rs in sweeps.values() for r in rs for t in r.timings[1:] if t.work)
     for column, (swept, name) in enumerate(columns):
         results = [r for r in sweeps[swept] if r.name == name]
-        for axis, kind in zip(axes[:, column], ("forward", "training"), strict=True):
-            for contender in names:
-                _line(axis, swept, results, kind, contender, colours[contender])
-            axis.axhline(1, color="black", linewidth=1)
-            axis.set_xscale("log", base=2)
-            axis.set_yscale("log")
-            axis.yaxis.set_major_locator(FixedLocator(TICKS))
-            axis.yaxis.set_major_formatter(lambda tick, _: f"{tick:g}")
-            axis.yaxis.set_minor_locator(NullLocator())
-            axis.xaxis.set_major_formatter(ScalarFormatter())
-            axis.xaxis.set_minor_formatter(NullFormatter())
-            axis.tick_params(labelsize=8, which="both")
-            axis.spines[["top", "right"]].set_visible(False)
-            axis.grid(alpha=0.25)
-        axes[0][column].set_title(f"{name}: {_fixed(swept, results[0])}", fontsize=9)
+        for axis, kind in zip(axes[:, column], COLOURS, strict=True):
+            for number, contender in enumerate(contenders):
+                points = {
+                    _sizes(r)[swept]: r.over_floor(t, kind)
+                    for r in results
+                    for t in r.timings
+                    if t.contender == contender
+                }
+                axis.plot(list(points), list(points.values()), "o-", color=f"C{number}", label=contender, markersize=4)
+            _log_axis(axis)
+        fixed = ", ".join(f"{letter}={size}" for letter, size in _sizes(results[0]).items() if letter != swept)
+        axes[0][column].set_title(f"{name}: {fixed}", fontsize=9)
         axes[1][column].set_xlabel(SWEPT[swept])
-    for axis, kind in zip(axes[:, 0], ("forward", "training"), strict=True):
+    for axis, kind in zip(axes[:, 0], COLOURS, strict=True):
         axis.set_ylabel(f"{LABELS[kind]}: time / floor")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=4, fontsize=9)
     figure.suptitle(where, fontsize=11)
-    return _save(figure, path)
+    return save(figure, path)
 
 
-def _line(axis: Axes, swept: str, results: list[Result], kind: str, contender: str, colour: str) -> None:
-    points = [
-        (_size(swept, result), result.over_floor(t, kind))
-        for result in results
-        for t in result.timings
-        if t.contender == contender
-    ]
-    axis.plot(*zip(*points, strict=True) if points else ([], []), "o-", color=colour, label=contender, markersize=4)
+def _log_axis(axis: Axes) -> None:
+    axis.axhline(1, color="black", linewidth=1)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(FixedLocator(TICKS))
+    axis.yaxis.set_major_formatter(lambda tick, _: f"{tick:g}")
+    axis.yaxis.set_minor_locator(NullLocator())
+    axis.xaxis.set_major_formatter(ScalarFormatter())
+    axis.xaxis.set_minor_formatter(NullFormatter())
+    axis.tick_params(labelsize=8, which="both")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(alpha=0.25)
 
 
-def _size(swept: str, result: Result) -> int:
-    assert result.shape is not None
-    return {"N": result.shape.tokens, "d": result.shape.dim, "K": result.shape.experts}[swept]
-
-
-def _fixed(swept: str, result: Result) -> str:
+def _sizes(result: Result) -> dict[str, int]:
     shape = result.shape
     assert shape is not None
-    sizes = {"N": shape.tokens, "d": shape.dim, "K": shape.experts, "B": shape.blocks}
-    return ", ".join(f"{name}={size}" for name, size in sizes.items() if name != swept)
-
-
-def _save(figure: Figure, path: Path) -> Path:
-    temporary = path.with_name(".writing-" + path.name)
-    figure.savefig(temporary, dpi=130)
-    plt.close(figure)
-    temporary.replace(path)
-    return path
+    return {"N": shape.tokens, "d": shape.dim, "K": shape.experts, "B": shape.blocks}

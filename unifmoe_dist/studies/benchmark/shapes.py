@@ -12,25 +12,15 @@ from unifmoe_dist import UniFMoELayer
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer to time.
-
-    Args:
-        name: What it is called in tables.
-        tokens: Number N of tokens.
-        dim: Model width d.
-        hidden: FFN width H.
-        experts: Residual experts K.
-        blocks: Blocks B.
-        block_compute: Mean C_B to bring the router to; None leaves it as it starts, which is nearly uniform.
-    """
+    """One layer to time."""
 
     name: str
-    tokens: int
-    dim: int
-    hidden: int
-    experts: int
-    blocks: int
-    block_compute: float | None = None
+    tokens: int  # N
+    dim: int  # model width d
+    hidden: int  # FFN width H
+    experts: int  # residual experts K
+    blocks: int  # B
+    block_compute: float | None = None  # mean C_B to bring the router to; None leaves it as it starts, nearly uniform
 
 
 # The paper's layers at the operating points of its cost table.
@@ -41,8 +31,7 @@ PAPER = {
     for shape in (
         VISION,
         LANGUAGE,
-        replace(VISION, name="vision-uniform", block_compute=None),
-        replace(LANGUAGE, name="language-uniform", block_compute=None),
+        *(replace(s, name=f"{s.name}-uniform", block_compute=None) for s in (VISION, LANGUAGE)),
     )
 }
 CPU_TOKENS = {"vision": 1576, "language": 256, "vision-uniform": 1576, "language-uniform": 256}
@@ -76,8 +65,7 @@ def at_operating_point(layer: UniFMoELayer, x: Tensor, block_compute: float) -> 
     within a fraction of a percent where they differ.
     """
     start = layer.router.weight[1:].clone()
-    low, high = 0.0, 64.0
-    reached = 0.0
+    low, high, reached = 0.0, 64.0, 0.0
     for _ in range(30):
         scale = (low + high) / 2
         layer.router.weight[1:] = start * scale

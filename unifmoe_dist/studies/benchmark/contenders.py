@@ -14,50 +14,33 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from unifmoe_dist.studies import timing
 from unifmoe_dist.studies.benchmark.peers import reason
 from unifmoe_dist.studies.benchmark.shapes import Shape
 
 
 @dataclass
 class Contender:
-    """Something to time.
-
-    Args:
-        name: Its name in tables.
-        build: Makes the module, from (N, d) tokens to (N, d); may raise if it is a peer.
-        work: Its arithmetic, the dense contender's being 1; None if it runs in another dtype, at other rates.
-        context: Made around every forward pass.
-        peer: Somebody else's: where it fails, it is left out with the reason, and the others go on.
-    """
+    """Something to time."""
 
     name: str
-    build: Callable[[], nn.Module]
-    work: float | None
-    context: Callable[[], AbstractContextManager] = nullcontext
-    peer: bool = False
+    build: Callable[[], nn.Module]  # makes the module; may raise if it is a peer
+    work: float | None  # arithmetic, the dense contender's being 1; None in another dtype, at other rates
+    context: Callable[[], AbstractContextManager] = nullcontext  # made around every forward pass
+    peer: bool = False  # somebody else's: where it fails, it is left out with the reason, and the others go on
 
 
 @dataclass
 class Timing:
-    """What was measured of one contender.
-
-    Args:
-        contender: Its name.
-        work: Its arithmetic, the dense contender's being 1; None if it runs in another dtype, at other rates.
-        forward: Seconds, one entry per round, without gradients.
-        training: Seconds, one entry per round, forward and backward, and the update where there is an optimiser.
-        kept: Bytes that a forward pass keeps for its backward pass, parameters left out.
-        peak: Largest memory of a training pass in bytes, for a layer beyond what was held before; None on the CPU.
-        held: Bytes of parameters, gradients and optimiser states; None for a layer.
-    """
+    """What was measured of one contender: seconds, one entry per round, and bytes."""
 
     contender: str
     work: float | None
-    forward: list[float] = field(default_factory=list)
-    training: list[float] = field(default_factory=list)
-    kept: int = 0
-    peak: int | None = None
-    held: int | None = None
+    forward: list[float] = field(default_factory=list)  # without gradients
+    training: list[float] = field(default_factory=list)  # forward, backward, and the update if there is an optimiser
+    kept: int = 0  # what a forward pass keeps for its backward pass, parameters left out
+    peak: int | None = None  # of a training pass; for a layer beyond what was held before; None on the CPU
+    held: int | None = None  # parameters, gradients and optimiser states; None for a layer
 
     def median(self, kind: str) -> float:
         return statistics.median(getattr(self, kind))
@@ -70,25 +53,15 @@ class Timing:
 
 @dataclass
 class Result:
-    """Everything measured side by side in one run.
-
-    Args:
-        name: Of the layer or model.
-        sizes: What it is made of, for people.
-        flops: Of the dense contender's forward pass.
-        rate: FLOP per second of a large matrix product, from the same run.
-        timings: The dense contender first.
-        skipped: Why each contender that could not run was left out.
-        shape: The layer; None for a whole model.
-    """
+    """Everything measured side by side in one run."""
 
     name: str
-    sizes: str
-    flops: float
-    rate: float
-    timings: list[Timing]
-    skipped: dict[str, str]
-    shape: Shape | None = None
+    sizes: str  # what the layer or model is made of, for people
+    flops: float  # of the dense contender's forward pass
+    rate: float  # FLOP per second of a large matrix product, from the same run
+    timings: list[Timing]  # the dense contender first
+    skipped: dict[str, str]  # why each contender that could not run was left out
+    shape: Shape | None = None  # None for a whole model
 
     def ratio(self, timing: Timing, kind: str) -> float:
         """Median time over the dense contender's."""
@@ -101,14 +74,7 @@ class Result:
 
 @dataclass
 class Subject:
-    """A contender made ready to run.
-
-    Args:
-        timing: Where its figures go.
-        infer: One forward pass without gradients.
-        train: One training pass.
-        peer: Somebody else's: where it fails, it is left out.
-    """
+    """A contender made ready to run: one forward pass without gradients, one training pass."""
 
     timing: Timing
     infer: Callable[[], object]
@@ -145,8 +111,8 @@ def measure(
     while rounds < 3 or time.perf_counter() - started < seconds:
         for subject in list(subjects):
             try:
-                subject.timing.forward.append(timed(subject.infer, device))
-                subject.timing.training.append(timed(subject.train, device))
+                subject.timing.forward.append(timing.seconds(subject.infer, device))
+                subject.timing.training.append(timing.seconds(subject.train, device))
             except Exception as error:
                 if not subject.peer:
                     raise
@@ -161,16 +127,4 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP per second of a large matrix product here."""
     n = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(n, n).to(device, dtype) for _ in range(2))
-    times = [timed(lambda: a @ b, device) for _ in range(8)]
-    return 2 * n**3 / min(times)
-
-
-def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds that a call takes, work on the device included."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
+    return 2 * n**3 / min(timing.seconds(lambda: a @ b, device) for _ in range(8))

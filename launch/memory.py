@@ -35,8 +35,7 @@ def main(arguments: Sequence[str]) -> None:
     print("| setting | ranks | estimated (MiB) | measured (MiB) | ratio |")
     print("| --- | ---: | ---: | ---: | ---: |", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        chosen = given or [(case.name, case.config(), case.ranks) for case in cases(Path(folder))]
-        for name, config, ranks in chosen:
+        for name, config, ranks in given or cases(Path(folder)):
             config.validate(ranks)
             found = check(config, ranks, options.threads)
             sizes = f"{found.estimated / 2**20:.1f} | {found.measured / 2**20:.1f} | {found.ratio:.3f}"

@@ -20,10 +20,11 @@ from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.studies import memory
 from unifmoe_dist.studies.memory.engine import Group
-from unifmoe_dist.studies.memory.ledger import KINDS, Ledger, LiveBytes
+from unifmoe_dist.studies.memory.estimate import KINDS
 from unifmoe_dist.studies.memory.measure import check
 from unifmoe_dist.studies.memory.models import fake_storage, sizes_of_algorithm, stand_in_for_experts, task_of_sizes
 from unifmoe_dist.studies.memory.stand_ins import ExpertsStandIn, Load
+from unifmoe_dist.studies.meters import Ledger, LiveBytes
 from unifmoe_dist.train import build, deepspeed
 from unifmoe_dist.train.cli import parse_train_config
 from unifmoe_dist.upcycling import moe_layers

@@ -36,6 +36,7 @@ from torch.autograd.function import once_differentiable
 
 from unifmoe_dist.eager import not_compiled
 from unifmoe_dist.experts import ExpertWeights
+from unifmoe_dist.kernels import tile_sizes
 from unifmoe_dist.kernels.dropout import HiddenDropout
 from unifmoe_dist.kernels.triton.dropout import dropout_arguments
 from unifmoe_dist.kernels.triton.ffn_backward import backward_kernel
@@ -49,9 +50,6 @@ from unifmoe_dist.kernels.triton.ffn_reductions import (
 )
 from unifmoe_dist.kernels.triton.math import DTYPES, power_of_two, precision
 from unifmoe_dist.kernels.triton.plan import GroupOffsets, Plan, count_groups, make_plan
-
-_WIDEST = {2: 256, 4: 128}  # channels of a block held in registers, by bytes of the type
-_WORKSPACE_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ def unsupported(x: Tensor, weights: ExpertWeights) -> str | None:
         return f"they compute float32, bfloat16 and float16, not {x.dtype}"
     if dim % 16 or width % 16:
         return f"model width {dim} and block width {width} must be multiples of 16"
-    if x.shape[0] * (experts + 1) * weights.num_blocks * _parts(width, x) >= 2**30:
+    if x.shape[0] * (experts + 1) * weights.num_blocks * tile_sizes.parts(width, x.element_size()) >= 2**30:
         return f"{x.shape[0]} tokens over {experts} experts are too many rows for 32-bit indices"
     return None
 
@@ -136,11 +134,6 @@ def triton_block_ffn(
         return output.to(x_ND.dtype)
 
 
-def _parts(width: int, x: Tensor) -> int:
-    """Equal parts of a block, the fewest that registers hold."""
-    return next(p for p in range(1, width + 1) if width % (16 * p) == 0 and width // p <= _WIDEST[x.element_size()])
-
-
 class _Shape:
     """Sizes that the launches of one call share."""
 
@@ -148,7 +141,7 @@ class _Shape:
         self.n, self.dim = x.shape
         self.experts = gates.shape[1]
         width = keys.shape[1] // num_blocks
-        self.parts = _parts(width, x)
+        self.parts = tile_sizes.parts(width, x.element_size())
         self.blocks, self.width = num_blocks * self.parts, width // self.parts
         # Three equal tiles where that wastes fewer channels than one power of two.
         third = power_of_two(triton.cdiv(self.width, 3), 16)
@@ -157,7 +150,7 @@ class _Shape:
             self.sub, self.num_sub = third, 3
         self.tile_rows = options.tile_rows or self._tile_rows(x)
         self.row_bytes = self.dim * x.element_size()
-        default = max(_WORKSPACE_BYTES, 16 * self.n * self.row_bytes)
+        default = tile_sizes.workspace_bytes(self.n, self.row_bytes)
         self.limit = default if options.workspace_bytes is None else options.workspace_bytes
         self.precision = precision(x.dtype)
 
@@ -167,14 +160,13 @@ class _Shape:
             properties = torch.cuda.get_device_properties(x.device)
             if getattr(properties, "shared_memory_per_block_optin", 2**20) < 128 * 1024:
                 largest = 64  # consumer cards
-        # A group has about 3 / E of the tokens: tiles should be mostly full.
-        return min(largest, max(16, power_of_two(self.n // self.experts)))
+        return tile_sizes.tile_rows(self.n, self.experts, largest)
 
     def round_tiles(self, plan: Plan, row_bytes: int) -> int:
         """Tiles computed in a round."""
-        typical = triton.cdiv(2 * self.blocks * self.n, self.tile_rows) + self.experts * self.blocks
         affordable = self.limit // (row_bytes * self.tile_rows)
-        return max(1, min(plan.max_tiles, typical, affordable))
+        sizes = self.n, self.blocks, self.experts, self.tile_rows
+        return tile_sizes.round_tiles(*sizes, plan.max_tiles, affordable)
 
     def tile_arguments(self) -> dict[str, Any]:
         return dict(
@@ -258,7 +250,7 @@ class _TritonBlockFFN(torch.autograd.Function):
         options, has_shared, has_bias = ctx.options, shared_keys is not None, key_bias is not None
         grad_y = grad_y.to(x.dtype).contiguous()
         shape = _Shape(x, gates, keys, ctx.num_blocks, options)
-        shape.tile_rows = options.backward_tile_rows or min(shape.tile_rows, 64 if x.dtype != torch.float32 else 32)
+        shape.tile_rows = options.backward_tile_rows or tile_sizes.backward_tile_rows(shape.tile_rows, x.element_size())
         offsets = GroupOffsets(earlier, totals)
         plan = make_plan(gates, blocks, offsets, shape.tile_rows, has_shared, shape.parts)
         row_bytes = (0 if options.atomic else shape.row_bytes) + 2 * shape.width * x.element_size()

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unifmoe_dist.kernels import tile_sizes
 from unifmoe_dist.kernels.triton.math import power_of_two
 
 SPAN = 128  # tokens between two offsets
@@ -142,9 +143,7 @@ def make_plan(
     device = gates_NE.device
     gates, blocks = gates_NE.contiguous(), blocks_NB.contiguous().view(torch.uint8)
     groups = experts * num_blocks
-    # A block is computed either by the shared expert or by the others, hence one column less where there are others.
-    columns = max(experts - 1, 1) if has_shared else experts
-    max_tiles = triton.cdiv(n * num_blocks * columns, tile_rows) + groups
+    max_tiles = tile_sizes.max_tiles(n, num_blocks, experts, tile_rows, has_shared)
     spans = triton.cdiv(n, SPAN)
 
     def empty(*shape: int) -> Tensor:

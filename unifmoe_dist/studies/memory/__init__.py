@@ -6,7 +6,7 @@
 `estimate.py` runs the step on fake tensors; `measure.py` holds it against real steps.
 """
 
-from unifmoe_dist.studies.memory.estimate import Estimate, estimate, variants
+from unifmoe_dist.studies.memory.estimate import KINDS, MemoryEstimate, estimate, variants
 from unifmoe_dist.studies.memory.text import GIB, Budget, assumptions, describe, table
 
-__all__ = ["GIB", "Budget", "Estimate", "assumptions", "describe", "estimate", "table", "variants"]
+__all__ = ["GIB", "KINDS", "Budget", "MemoryEstimate", "assumptions", "describe", "estimate", "table", "variants"]

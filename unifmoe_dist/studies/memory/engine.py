@@ -18,14 +18,15 @@ optimiser works on the weights: no master weights, all states on every rank, gra
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from unifmoe_dist.config import OptimConfig
-from unifmoe_dist.studies.memory.ledger import Ledger, LiveBytes
+from unifmoe_dist.config import OptimConfig, TrainConfig
+from unifmoe_dist.studies.meters import Ledger, LiveBytes
 
 ALLREDUCE_ELEMENTS = 500_000_000
 """Elements that are all-reduced together without ZeRO (`MEMORY_OPT_ALLREDUCE_SIZE`)."""
@@ -33,19 +34,12 @@ ALLREDUCE_ELEMENTS = 500_000_000
 
 @dataclass(frozen=True)
 class Group:
-    """A parameter group.
+    """A parameter group."""
 
-    Args:
-        parameters: As this rank holds them.
-        sharded: Whether they belong to experts spread over ranks.
-        replicas: Ranks that hold the same parameters, among which ZeRO divides the update.
-        decayed: Whether there is weight decay.
-    """
-
-    parameters: Sequence[nn.Parameter]
-    sharded: bool
-    replicas: int
-    decayed: bool
+    parameters: Sequence[nn.Parameter]  # as this rank holds them
+    sharded: bool  # whether they belong to experts spread over ranks
+    replicas: int  # ranks that hold the same parameters, among which ZeRO divides the update
+    decayed: bool  # whether there is weight decay
 
     @property
     def size(self) -> int:
@@ -75,15 +69,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Memory of an optimiser, in numbers per number that it updates.
+    """Memory of an optimiser, in numbers per number that it updates."""
 
-    Args:
-        states: Kept between steps.
-        made: Made on the way of a step, at most at one time.
-    """
-
-    states: int
-    made: int
+    states: int  # kept between steps
+    made: int  # made on the way of a step, at most at one time
 
     @staticmethod
     def of(config: OptimConfig, group: Group, foreach: bool, offloaded: bool) -> Optimizer:
@@ -91,9 +80,7 @@ class Optimizer:
         coupled = group.decayed and config.weight_decay > 0 and config.name != "adamw"  # a new gradient is made
         if config.name == "sgd":
             return Optimizer(int(config.momentum > 0), int(coupled))
-        if offloaded:
-            return Optimizer(2, 0)
-        return Optimizer(2, (1 if foreach else 2) + int(coupled))
+        return Optimizer(2, 0 if offloaded else (1 if foreach else 2) + int(coupled))
 
 
 class EngineMemory:
@@ -101,11 +88,9 @@ class EngineMemory:
 
     Args:
         groups: Parameter groups, whose gradients the backward pass makes.
-        optim: Optimiser.
-        stage: ZeRO stage, 0 to 2.
+        config: Optimiser, ZeRO stage and micro-batches per step.
         live: Where the model's own tensors are entered.
         host: Where offloaded tensors go; None keeps them on the device.
-        accumulation: Micro-batches per step.
         foreach: Whether torch's optimisers work on lists of tensors, as on a GPU.
         bucket: `reduce_bucket_size`.
     """
@@ -113,20 +98,17 @@ class EngineMemory:
     def __init__(
         self,
         groups: Sequence[Group],
-        optim: OptimConfig,
-        stage: int,
+        config: TrainConfig,
         live: LiveBytes,
         host: Ledger | None,
-        accumulation: int,
         foreach: bool,
         bucket: int,
     ) -> None:
-        self.groups, self.stage, self.live, self.host = groups, stage, live, host
-        self.accumulation, self.bucket_size = accumulation, bucket
+        self.groups, self.live, self.host, self.foreach, self.bucket_size = groups, live, host, foreach, bucket
+        self.stage, self.accumulation = config.parallel.zero_stage, config.parallel.gradient_accumulation
         self.device = live.ledger
         self.item = groups[0].parameters[0].element_size()
-        self.optimizers = [Optimizer.of(optim, g, foreach, host is not None) for g in groups]
-        self.foreach = foreach
+        self.optimizers = [Optimizer.of(config.optim, g, foreach, host is not None) for g in groups]
         self._bucket: list[nn.Parameter] = []
         self._open = False  # a bucket exists
         self._partition_bytes = 0  # of grads_in_partition in use
@@ -156,8 +138,7 @@ class EngineMemory:
             for place in (self.device, self.host):  # temp_grad_buffer_for_{gpu,cpu}_offload
                 place.add("buffers", self.item * largest)
             if self.accumulation > 1:  # accumulated_grads_in_cpu
-                owned = max(self._owned_elements(rank) for rank in range(self._ranks()))
-                self.host.add("gradients", self.item * owned)
+                self.host.add("gradients", self.item * self._owned_elements(self._fullest_rank()))
 
     # -- the backward pass --------------------------------------------------------------------------------------------
 
@@ -221,16 +202,14 @@ class EngineMemory:
 
     def _copied(self) -> int:
         """Elements that allreduce_bucket copies: where the bucket holds the gradients of several partitions in turn."""
+        owned = [
+            (group.sharded, replica, part)
+            for group, touched, parts in map(self._owners.__getitem__, self._bucket)
+            for replica, part in zip(touched, parts, strict=True)
+        ]
         slices: dict[bool, list[int]] = defaultdict(list)
-        last: tuple[bool, int] | None = None
-        for parameter in self._bucket:
-            group, touched, parts = self._owners[parameter]
-            for replica, count in zip(touched, parts, strict=True):
-                if last == (group.sharded, replica):
-                    slices[group.sharded][-1] += count
-                else:
-                    slices[group.sharded].append(count)
-                last = group.sharded, replica
+        for (sharded, _), run in itertools.groupby(owned, key=lambda slice_: slice_[:2]):
+            slices[sharded].append(sum(part for *_, part in run))
         return max(sum(part) if len(part) > 1 else 0 for part in slices.values())
 
     def _allreduce(self) -> None:
@@ -259,7 +238,7 @@ class EngineMemory:
                 self.host.spike("buffers", 4 * optimizer.made * group.partition)
                 continue
             self.device.add("buffers", self.item * group.partition)  # flat_grad_partition
-            if self.item < 4:
+            if self.item < 4:  # and its float32 copy
                 self.device.add("buffers", 4 * group.partition)
                 self.device.add("buffers", -self.item * group.partition)
             if group is self.groups[-1]:  # all groups' gradients share one storage
@@ -270,9 +249,6 @@ class EngineMemory:
 
     # -- partitions ---------------------------------------------------------------------------------------------------
 
-    def _ranks(self) -> int:
-        return max(group.replicas for group in self.groups)
-
     def _is_owned(self, parameter: nn.Parameter, rank: int) -> bool:
         group, touched, _ = self._owners[parameter]
         return rank % group.replicas in touched
@@ -282,4 +258,4 @@ class EngineMemory:
         return sum(p.numel() for p in self._owners if self._is_owned(p, rank))
 
     def _fullest_rank(self) -> int:
-        return max(range(self._ranks()), key=self._owned_elements)
+        return max(range(max(group.replicas for group in self.groups)), key=self._owned_elements)

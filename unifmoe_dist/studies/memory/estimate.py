@@ -2,7 +2,7 @@
 
 The step itself is run, forward and backward, on fake tensors: the real model, at the real batch size, in the real
 number format, with gradient checkpointing where it is on; every storage counts from its first tensor to its last. Two
-parts are stood for: layers of experts (`experts.py`) and the engine (`engine.py`). So the peak is the peak of a
+parts are stood for: layers of experts (`stand_ins.py`) and the engine (`engine.py`). So the peak is the peak of a
 timeline, and its parts are what was held at that moment.
 """
 
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,34 +22,26 @@ from unifmoe_dist.algorithms import Algorithm
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.task import Batch
 from unifmoe_dist.studies.memory.engine import EngineMemory, Group
-from unifmoe_dist.studies.memory.ledger import Ledger, LiveBytes
 from unifmoe_dist.studies.memory.models import fake_storage, sizes_of_algorithm, stand_in_for_experts, task_of_sizes
 from unifmoe_dist.studies.memory.operators import gpu_operators
 from unifmoe_dist.studies.memory.stand_ins import Load
+from unifmoe_dist.studies.meters import Ledger, LiveBytes
 from unifmoe_dist.train import build, deepspeed
+
+KINDS = ("weights", "master weights", "optimiser states", "gradients", "activations", "buffers")
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """Peak memory of one rank.
+class MemoryEstimate:
+    """Peak memory of one rank, in bytes by kind."""
 
-    Args:
-        config: What was estimated.
-        ranks: World size.
-        device: Bytes on the rank's device at its peak, by kind (`ledger.KINDS`).
-        most: Bytes of every kind when there are most of it, which need not be at the peak.
-        host: Bytes in CPU memory at its peak, by kind; nothing without offloading.
-        parameters: Trained parameters that a rank holds.
-        items: Items of one micro-batch on a rank.
-    """
-
-    config: TrainConfig
-    ranks: int
-    device: Counter[str]
-    most: Counter[str]
-    host: Counter[str]
-    parameters: int
-    items: int
+    config: TrainConfig  # what was estimated
+    ranks: int  # world size
+    device: Counter[str]  # on the rank's device at its peak
+    most: Counter[str]  # every kind when there is most of it, which need not be at the peak
+    host: Counter[str]  # in CPU memory at its peak; nothing without offloading
+    parameters: int  # trained parameters that a rank holds
+    items: int  # of one micro-batch on a rank
 
     @property
     def peak(self) -> int:
@@ -56,7 +49,7 @@ class Estimate:
         return sum(self.device.values())
 
 
-def estimate(config: TrainConfig, ranks: int = 1, gpu: bool = True, load: Load | None = None) -> Estimate:
+def estimate(config: TrainConfig, ranks: int = 1, gpu: bool = True, load: Load | None = None) -> MemoryEstimate:
     """Estimate a run's peak.
 
     Args:
@@ -81,30 +74,16 @@ def estimate(config: TrainConfig, ranks: int = 1, gpu: bool = True, load: Load |
         fake_storage(algorithm)
         stand_in_for_experts(algorithm, gpu, load, size)
         groups = [
-            Group(
-                group["params"],
-                bool(group.get("moe")),
-                ranks // size if group.get("moe") else ranks,
-                group["weight_decay"] > 0,
-            )
-            for group in build.parameter_groups(algorithm, config.optim.weight_decay, decay=config.optim.decay)
+            Group(g["params"], moe := bool(g.get("moe")), ranks // size if moe else ranks, g["weight_decay"] > 0)
+            for g in build.parameter_groups(algorithm, config.optim.weight_decay, decay=config.optim.decay)
         ]
         live = LiveBytes(device)
-        engine = EngineMemory(
-            groups,
-            config.optim,
-            parallel.zero_stage,
-            live,
-            host,
-            parallel.gradient_accumulation,
-            foreach=gpu,
-            bucket=deepspeed.reduce_bucket(algorithm),
-        )
+        engine = EngineMemory(groups, config, live, host, foreach=gpu, bucket=deepspeed.reduce_bucket(algorithm))
         engine.hold()
         trained = {p for group in groups for p in group.parameters}
-        held = [t for t in (*algorithm.parameters(), *algorithm.buffers()) if t not in trained]
-        device.add("weights", sum(t.nbytes for t in held))
-        for tensor in (*algorithm.parameters(), *algorithm.buffers()):
+        tensors = (*algorithm.parameters(), *algorithm.buffers())
+        device.add("weights", sum(t.nbytes for t in tensors if t not in trained))
+        for tensor in tensors:
             live.ignore(tensor)
         micro_batches = min(2, parallel.gradient_accumulation)  # further ones repeat the second
         for number in range(micro_batches):
@@ -113,7 +92,7 @@ def estimate(config: TrainConfig, ranks: int = 1, gpu: bool = True, load: Load |
             engine.reduce(boundary=number == micro_batches - 1)
         engine.update()
     parameters = sum(group.size for group in groups)
-    return Estimate(config, ranks, device.peak, device.most, elsewhere.peak, parameters, items)
+    return MemoryEstimate(config, ranks, device.peak, device.most, elsewhere.peak, parameters, items)
 
 
 def _forward_and_backward(algorithm: Algorithm, batch: Batch) -> None:
@@ -127,10 +106,7 @@ def _forward_and_backward(algorithm: Algorithm, batch: Batch) -> None:
 def variants(config: TrainConfig) -> Iterator[TrainConfig]:
     """The configuration under every ZeRO stage that it can have, with and without offloading and checkpointing."""
     stages: tuple[Any, ...] = (0, 1, 2) if config.parallel.precision == "fp32" else (1, 2)
-    for checkpointing in (False, True):
-        for stage in stages:
-            for offload in (False, True) if stage else (False,):
-                parallel = replace(
-                    config.parallel, zero_stage=stage, offload_optimizer=offload, gradient_checkpointing=checkpointing
-                )
-                yield replace(config, parallel=parallel)
+    for checkpointing, stage, offload in product((False, True), stages, (False, True)):
+        if stage or not offload:
+            chosen = dict(zero_stage=stage, offload_optimizer=offload, gradient_checkpointing=checkpointing)
+            yield replace(config, parallel=replace(config.parallel, **chosen))

@@ -1,18 +1,15 @@
 """The peak of real training steps, to hold estimates against.
 
-On a GPU the allocator keeps the highest number of bytes in use. On the CPU torch's profiler records every allocation
-and release of torch's allocator, temporaries inside operations included; their running sum is the same measure.
-Resident memory is not: it counts libraries, pages that were released but kept, and no page that was never written.
+On a GPU the allocator keeps the highest number of bytes in use; on the CPU the profiler's records of the allocator give
+the same measure (`meters.allocations`).
 """
 
 from __future__ import annotations
 
-import itertools
 import tempfile
-import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -20,9 +17,9 @@ from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.runtime.local_ranks import run_local_ranks
 from unifmoe_dist.runtime.ranks import running_ranks, world_size_from_environment
 from unifmoe_dist.studies.memory.estimate import estimate
-from unifmoe_dist.studies.memory.ledger import Ledger, LiveBytes
 from unifmoe_dist.studies.memory.models import task_of_sizes
 from unifmoe_dist.studies.memory.stand_ins import Load
+from unifmoe_dist.studies.meters import allocations
 from unifmoe_dist.train.evaluate import collect_usage
 
 _STEPS = 3  # optimiser states exist from the second on
@@ -30,15 +27,10 @@ _STEPS = 3  # optimiser states exist from the second on
 
 @dataclass(frozen=True)
 class Check:
-    """An estimate beside a measurement.
-
-    Args:
-        estimated: Bytes.
-        ranks: Bytes that every rank took.
-    """
+    """An estimate beside a measurement, in bytes."""
 
     estimated: int
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # what every rank took
 
     @property
     def measured(self) -> int:
@@ -83,38 +75,11 @@ def measure_peak(config: TrainConfig) -> tuple[int, Load | None]:
                 ranks.barrier()  # rank 0 writes into its folder
             if not usage:
                 return None
-            return Load(
-                sum(u.shared_block_count for u in usage) / len(usage), sum(u.expert_count for u in usage) / len(usage)
-            )
+            return Load(fmean(u.shared_block_count for u in usage), fmean(u.expert_count for u in usage))
 
         if ranks.device.type == "cuda":
             load = train()
             return torch.cuda.max_memory_allocated(), load
-        elsewhere = _ReleasesElsewhere()
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True) as profile, elsewhere:
+        with allocations() as peak:
             load = train()
-        records = [
-            (event.start_ns(), event.nbytes())
-            for event in profile.profiler.kineto_results.events()
-            if event.name() == "[memory]"
-        ]
-        held = itertools.accumulate(size for _, size in sorted([*records, *elsewhere.records]))
-        return max(held), load
-
-
-class _ReleasesElsewhere(LiveBytes):
-    """Storages that another thread releases, such as gloo's after an all-reduce: the profiler records its own only.
-
-    Attributes:
-        records: Times in nanoseconds and bytes, negative.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(Ledger())
-        self.thread, self.records = threading.get_ident(), list[tuple[int, int]]()
-
-    def _leave(self, address: int, size: int) -> None:
-        super()._leave(address, size)
-        if threading.get_ident() != self.thread:
-            self.records.append((time.time_ns(), -size))
+        return peak(), load

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from unifmoe_dist.dispatch import limit_load
 from unifmoe_dist.expert_layer import ExpertLayer
 from unifmoe_dist.experts import ExpertWeights
-from unifmoe_dist.kernels import grouped
+from unifmoe_dist.kernels import grouped, tile_sizes
 from unifmoe_dist.layer import UniFMoELayer
 from unifmoe_dist.methods.gated import GatedExpertLayer
 from unifmoe_dist.routing_policies import RouterPolicies
@@ -28,15 +28,10 @@ from unifmoe_dist.routing_policies import RouterPolicies
 
 @dataclass(frozen=True)
 class Load:
-    """What routing is taken to decide, means over tokens.
+    """What routing is taken to decide, means over tokens."""
 
-    Args:
-        shared_blocks: b, blocks that the shared expert computes; 0 in layers without one.
-        experts: k, residual experts per token.
-    """
-
-    shared_blocks: float
-    experts: float
+    shared_blocks: float  # b, blocks that the shared expert computes; 0 in layers without one
+    experts: float  # k, residual experts per token
 
     @staticmethod
     def at_start(layer: ExpertLayer) -> Load:
@@ -64,50 +59,42 @@ class ExpertsStandIn(nn.Module):
     def __init__(self, layer: ExpertLayer, load: Load, gpu: bool, ranks: int) -> None:
         super().__init__()
         keys, num_blocks = layer.experts.keys, layer.experts.num_blocks
-        fused = keys.shape[2] % 16 == 0 and (keys.shape[1] // num_blocks) % 16 == 0  # triton_ffn.unsupported
+        fused = keys.shape[2] % 16 == 0 and (keys.shape[1] // num_blocks) % 16 == 0  # triton.ffn.unsupported
         self.layer, self.load, self.gpu, self.ranks = layer, load, gpu and fused, ranks
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
-        tokens = x.reshape(-1, x.shape[-1])
-        layer = self.layer
+        tokens, layer = x.reshape(-1, x.shape[-1]), self.layer
         if isinstance(layer, UniFMoELayer):
-            output = self._unif(layer, tokens)
-        else:
-            assert isinstance(layer, GatedExpertLayer)
-            gates = layer.route(tokens).gates
-            blocks = torch.ones((len(tokens), 1), dtype=torch.bool, device=x.device)
-            rows = len(tokens) * self.load.experts
-            if self.ranks == 1:
-                output = self._experts(tokens, gates, blocks, layer.experts.weights(), rows)
-            else:
-                exchange = _Exchange(tokens, gates, self.load.experts, self.ranks)
-                output = exchange.home(self._residual(exchange, blocks, rows))
-        return output.view(x.shape)
+            return self._unif(layer, tokens).view(x.shape)
+        assert isinstance(layer, GatedExpertLayer)
+        gates, rows = layer.route(tokens).gates, len(tokens) * self.load.experts
+        blocks = torch.ones((len(tokens), 1), dtype=torch.bool, device=x.device)
+        if self.ranks == 1:
+            return self._experts(tokens, gates, blocks, layer.experts.weights(), rows).view(x.shape)
+        exchange = _Exchange(tokens, gates, self.load.experts, self.ranks)
+        return exchange.home(self._residual(exchange, blocks, rows)).view(x.shape)
 
     def _unif(self, layer: UniFMoELayer, tokens: Tensor) -> Tensor:
-        config, shared, residual = layer.config, layer.shared.weights(), layer.experts.weights()
-        b = self.load.shared_blocks
-        shared_rows = len(tokens) * b
-        rows = len(tokens) * self.load.experts * (config.num_blocks - b)
+        config, shared, residual, b = layer.config, layer.shared, layer.experts, self.load.shared_blocks
+        shared_rows, rows = len(tokens) * b, len(tokens) * self.load.experts * (config.num_blocks - b)
+        coefficients = None
         if self.gpu and layer.router.policies == RouterPolicies():  # ablations route in plain torch
             coefficients, blocks = _FusedRoute.apply(tokens, layer.router.weight, config.num_blocks)
         else:
             routing = limit_load(layer.route(tokens), config.capacity_factor)
-            blocks = routing.shared_blocks
-            coefficients = torch.cat([routing.shared_demand[:, None], routing.gates], dim=1) if self.gpu else None
-        alpha, gates = (
-            (coefficients[:, :1], coefficients[:, 1:])
-            if coefficients is not None
-            else (routing.shared_demand[:, None], routing.gates)
-        )
+            alpha, gates, blocks = routing.shared_demand[:, None], routing.gates, routing.shared_blocks
+            if self.gpu:
+                coefficients = torch.cat([alpha, gates], dim=1)
+        if coefficients is not None:
+            alpha, gates = coefficients[:, :1], coefficients[:, 1:]
         if self.ranks > 1:
             exchange = _Exchange(tokens, gates, self.load.experts, self.ranks)
-            output = self._experts(tokens, alpha, blocks, shared, shared_rows)
+            output = self._experts(tokens, alpha, blocks, shared.weights(), shared_rows)
             return output + exchange.home(self._residual(exchange, ~blocks, rows))
         if coefficients is not None:
-            return _fused(tokens, coefficients, blocks, residual, shared)
-        output = self._experts(tokens, alpha, blocks, shared, shared_rows)
-        return output + self._experts(tokens, gates, ~blocks, residual, rows)
+            return _fused(tokens, coefficients, blocks, residual.weights(), shared.weights())
+        output = self._experts(tokens, alpha, blocks, shared.weights(), shared_rows)
+        return output + self._experts(tokens, gates, ~blocks, residual.weights(), rows)
 
     def _residual(self, exchange: _Exchange, blocks: Tensor, rows: float) -> Tensor:
         arrived, gates = exchange.arrivals()
@@ -118,19 +105,13 @@ class ExpertsStandIn(nn.Module):
     def _experts(self, x: Tensor, gates: Tensor, blocks: Tensor, weights: ExpertWeights, rows: float) -> Tensor:
         if self.gpu:
             return _fused(x, gates, blocks, weights, None)
-        return _Grouped.apply(
-            x,
-            gates,
-            blocks,
-            weights.keys,
-            weights.values,
-            weights.key_bias,
-            weights.value_bias,
-            weights.num_blocks,
-            round(rows),
-            torch.is_grad_enabled(),
-            self.layer.training and self.layer.config.hidden_dropout > 0,
-        )
+        dropout = self.layer.training and self.layer.config.hidden_dropout > 0
+        sizes = weights.num_blocks, round(rows), torch.is_grad_enabled(), dropout
+        return _Grouped.apply(x, gates, blocks, *sizes, *_tensors(weights))
+
+
+def _tensors(bank: ExpertWeights) -> tuple[Tensor | None, ...]:
+    return bank.keys, bank.values, bank.key_bias, bank.value_bias
 
 
 # -- the CPU's kernels ------------------------------------------------------------------------------------------------
@@ -140,19 +121,17 @@ class _Grouped(torch.autograd.Function):
     """`grouped._GroupedBlockFFN`."""
 
     @staticmethod
-    def forward(  # noqa: PLR0913
+    def forward(
         ctx: Any,
         x: Tensor,
         gates: Tensor,
         blocks: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        key_bias: Tensor | None,
-        value_bias: Tensor | None,
         num_blocks: int,
         rows: int,
         recording: bool,
         dropout: bool,
+        keys: Tensor,
+        *others: Tensor | None,
     ) -> Tensor:
         width, wide = keys.shape[1] // num_blocks, grouped._accumulator(x.dtype)
         lists = [x.new_empty((count,), dtype=torch.int64) for count in (2 * rows, rows, rows)]
@@ -172,7 +151,7 @@ class _Grouped(torch.autograd.Function):
             if kept:
                 channels.append(pre)
         ctx.width, ctx.dropout = width, dropout
-        ctx.save_for_backward(x, gates, keys, values, key_bias, value_bias, *channels)
+        ctx.save_for_backward(x, gates, keys, *others, *channels)
         return y.to(x.dtype)
 
     @staticmethod
@@ -196,7 +175,7 @@ class _Grouped(torch.autograd.Function):
             out = x.new_empty((count, x.shape[1]))
             added = out.to(wide)
             del rows, channel, out, added
-        return (grad_x.to(x.dtype), grad_gates.to(gates.dtype), None, *weights, None, None, None, None)
+        return (grad_x.to(x.dtype), grad_gates.to(gates.dtype), *[None] * 5, *weights)
 
 
 def _chunk_sizes(rows: int, groups: int) -> list[int]:
@@ -232,60 +211,34 @@ class _FusedRoute(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class FusedSizes:
-    """Elements of the buffers of one pass of `triton.ffn` over N tokens; see `_Shape`, `_Rounds` and `make_plan` there.
+    """Elements of the buffers of one pass of `triton.ffn`; see `make_plan` and `_Rounds` there."""
 
-    Args:
-        plan: int32 numbers of the plan of rows.
-        rows: Rows of the workspace.
-        tiles: Tiles of a round.
-        width: Channels of a tile.
-        groups: (expert, block) groups.
-        several: Whether more than one round may be needed.
-    """
-
-    plan: int
-    rows: int
-    tiles: int
-    width: int
-    groups: int
-    several: bool
+    plan: int  # int32 numbers of the plan of rows
+    rows: int  # of the workspace
+    tiles: int  # of a round
+    width: int  # channels of a tile
+    groups: int  # (expert, block) groups
+    several: bool  # whether more than one round may be needed
 
     @staticmethod
     def of(
-        tokens: int,
-        dim: int,
-        width: int,
-        num_blocks: int,
-        experts: int,
-        shared: bool,
-        item: int,
-        backward: bool,
-        largest: int = 64,  # what consumer cards have shared memory for
+        tokens: int, dim: int, width: int, num_blocks: int, experts: int, shared: bool, item: int, backward: bool
     ) -> FusedSizes:
-        """Sizes for blocks of `width` channels, `item` bytes a number and tiles of at most `largest` rows."""
-        widest = {2: 256, 4: 128}[item]
-        parts = next(p for p in range(1, width + 1) if width % (16 * p) == 0 and width // p <= widest)
+        """For N tokens of `dim` numbers of `item` bytes, and blocks of `width` channels; on a consumer card."""
+        parts = tile_sizes.parts(width, item)
         blocks, width = num_blocks * parts, width // parts
-        tile = min(largest, max(16, _power_of_two(tokens // experts)))
-        if backward:
-            tile = min(tile, 64 if item == 2 else 32)
-        groups, columns = experts * blocks, max(experts - 1, 1) if shared else experts
-        most = math.ceil(tokens * blocks * columns / tile) + groups
-        limit = max(256 * 2**20, 16 * tokens * dim * item)
-        row = dim * item + (2 * width * item if backward else 0)
-        typical = math.ceil(2 * blocks * tokens / tile) + groups
-        tiles = max(1, min(most, typical, limit // (row * tile)))
+        tile = tile_sizes.tile_rows(tokens, experts, largest=64)  # what consumer cards have shared memory for
+        tile = tile_sizes.backward_tile_rows(tile, item) if backward else tile
+        groups, most = experts * blocks, tile_sizes.max_tiles(tokens, blocks, experts, tile, shared)
+        row = (dim + (2 * width if backward else 0)) * item
+        affordable = tile_sizes.workspace_bytes(tokens, dim * item) // (row * tile)
+        tiles = tile_sizes.round_tiles(tokens, blocks, experts, tile, most, affordable)
         plan = most * (tile + 2) + groups + 2 + tokens * (groups + 1)
         return FusedSizes(plan, tiles * tile, tiles, width, groups, tiles < most)
 
 
-def _power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
-
-
 def _fused(x: Tensor, gates: Tensor, blocks: Tensor, weights: ExpertWeights, shared: ExpertWeights | None) -> Tensor:
-    banks = (shared, weights) if shared is not None else (weights,)
-    tensors = [t for bank in banks for t in (bank.keys, bank.values, bank.key_bias, bank.value_bias)]
+    tensors = (() if shared is None else _tensors(shared)) + _tensors(weights)
     width = weights.keys.shape[1] // weights.num_blocks
     return _Fused.apply(x.contiguous(), gates.float().contiguous(), blocks, shared is not None, width, *tensors)
 

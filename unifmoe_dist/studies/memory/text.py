@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.registry import find_task
-from unifmoe_dist.studies.memory.estimate import Estimate
-from unifmoe_dist.studies.memory.ledger import KINDS
+from unifmoe_dist.studies.memory.estimate import KINDS, MemoryEstimate
 
 GIB = 2**30
 MARGIN = 0.1
@@ -20,27 +19,21 @@ CONTEXT = 0.8 * GIB
 
 @dataclass(frozen=True)
 class Budget:
-    """What a rank may take.
+    """What a rank may take."""
 
-    Args:
-        size: Nominal bytes of its device.
-        gpu: Whether that is a GPU, on which more is needed than tensors.
-        ranks_per_node: Ranks that share a node's CPU memory.
-    """
+    size: float  # nominal bytes of its device
+    gpu: bool  # whether that is a GPU, on which more is needed than tensors
+    ranks_per_node: int  # that share a node's CPU memory
 
-    size: float
-    gpu: bool
-    ranks_per_node: int
-
-    def needed(self, estimate: Estimate) -> float:
+    def needed(self, estimate: MemoryEstimate) -> float:
         """Bytes with margin and context."""
         return estimate.peak * (1 + MARGIN) + CONTEXT if self.gpu else float(estimate.peak)
 
-    def fits(self, estimate: Estimate) -> bool:
+    def fits(self, estimate: MemoryEstimate) -> bool:
         return self.needed(estimate) <= self.size
 
 
-def describe(estimate: Estimate, budget: Budget) -> str:
+def describe(estimate: MemoryEstimate, budget: Budget) -> str:
     """One estimate, kind by kind."""
     config, parallel = estimate.config, estimate.config.parallel
     model = "dense" if config.model.moe == "none" else config.model.moe
@@ -69,25 +62,15 @@ def _line(name: str, size: float) -> str:
     return f"{name:22}{size / GIB:13.2f}"
 
 
-def table(estimates: Sequence[Estimate], budget: Budget) -> str:
+def table(estimates: Sequence[MemoryEstimate], budget: Budget) -> str:
     """Estimates of variants of one configuration, a line each, in GiB: every kind at its most, then the peak of all."""
-    head = ["ZeRO", "offload", "checkpointing", *KINDS, "peak", "needed", "CPU/node", "fits"]
-    rows = [head]
+    rows = [["ZeRO", "offload", "checkpointing", *KINDS, "peak", "needed", "CPU/node", "fits"]]
     for estimate in estimates:
-        parallel = estimate.config.parallel
-        host = sum(estimate.host.values()) * budget.ranks_per_node
-        rows.append(
-            [
-                str(parallel.zero_stage),
-                _yes(parallel.offload_optimizer),
-                _yes(parallel.gradient_checkpointing),
-                *(f"{estimate.most[kind] / GIB:.2f}" for kind in KINDS),
-                f"{estimate.peak / GIB:.2f}",
-                f"{budget.needed(estimate) / GIB:.2f}",
-                f"{host / GIB:.2f}" if host else "",
-                _yes(budget.fits(estimate)),
-            ]
-        )
+        parallel, host = estimate.config.parallel, sum(estimate.host.values()) * budget.ranks_per_node
+        sizes = [*(estimate.most[kind] for kind in KINDS), estimate.peak, budget.needed(estimate)]
+        chosen = [_yes(parallel.offload_optimizer), _yes(parallel.gradient_checkpointing)]
+        figures = [f"{size / GIB:.2f}" for size in sizes] + [f"{host / GIB:.2f}" if host else ""]
+        rows.append([str(parallel.zero_stage), *chosen, *figures, _yes(budget.fits(estimate))])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 

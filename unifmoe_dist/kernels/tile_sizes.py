@@ -1,0 +1,45 @@
+"""Sizes of the Triton path's buffers, from shapes alone and without Triton: kernels and the memory estimate share them.
+
+Groups are pairs of an expert and a block. A tile is some rows of one group; a round is the tiles of one launch.
+"""
+
+from __future__ import annotations
+
+import math
+
+WIDEST = {2: 256, 4: 128}
+"""Channels of a block held in registers, by bytes of the type."""
+WORKSPACE_BYTES = 256 * 2**20
+
+
+def parts(width: int, item: int) -> int:
+    """Equal parts of a block of `width` channels of `item` bytes, the fewest that registers hold."""
+    return next(p for p in range(1, width + 1) if width % (16 * p) == 0 and width // p <= WIDEST[item])
+
+
+def tile_rows(tokens: int, experts: int, largest: int) -> int:
+    """Rows of a tile: a group has about 3 / experts of the tokens, and tiles should be mostly full."""
+    power = 1 << max(0, tokens // experts - 1).bit_length()
+    return min(largest, max(16, power))
+
+
+def backward_tile_rows(rows: int, item: int) -> int:
+    """Rows of a tile of the backward pass, which needs twice the registers."""
+    return min(rows, 64 if item == 2 else 32)
+
+
+def max_tiles(tokens: int, blocks: int, experts: int, rows: int, shared: bool) -> int:
+    """Tiles if every token used every expert; with a shared one, a block is computed either by it or by the others."""
+    columns = max(experts - 1, 1) if shared else experts
+    return math.ceil(tokens * blocks * columns / rows) + experts * blocks
+
+
+def workspace_bytes(tokens: int, row_bytes: int) -> int:
+    """Bytes for rows that wait to be summed, `row_bytes` in the output of a token."""
+    return max(WORKSPACE_BYTES, 16 * tokens * row_bytes)
+
+
+def round_tiles(tokens: int, blocks: int, experts: int, rows: int, most: int, affordable: int) -> int:
+    """Tiles of a round, of the `most` and as many as the workspace affords: rows for 2 blocks of all blocks a token."""
+    typical = math.ceil(2 * blocks * tokens / rows) + experts * blocks
+    return max(1, min(most, typical, affordable))

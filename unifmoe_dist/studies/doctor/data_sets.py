@@ -11,23 +11,23 @@ from unifmoe_dist.data.benchmarks import BENCHMARKS, Benchmark
 from unifmoe_dist.data.glue_files import FORMATS, check_layout
 from unifmoe_dist.data.image_folders import list_images
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.studies.doctor.findings import Finding, note, ok, problem
+from unifmoe_dist.studies.doctor.findings import Finding, expect, note, ok, problem
 
 
 def layouts(root: Path) -> Iterator[Finding]:
     """Every data set of DomainBed and GLUE that the folder holds."""
-    found = [*_domainbed(root), *_glue(root)] if root.is_dir() else []
+    found = [
+        _check(benchmark, root / name)
+        for benchmark in BENCHMARKS.values()
+        for name in (benchmark.name, benchmark.folder)
+        if (root / name).is_dir()
+    ]
+    folders = [path for place in (root, root / "glue") if place.is_dir() for path in sorted(place.iterdir())]
+    found += [_glue(path) for path in folders if path.is_dir() and path.name.lower() in FORMATS]
     if not found:
         advice = "digits and acceptability need none, GLUE comes from the hub; DomainBed: `unifmoe data --help`"
         yield note("data", f"no data sets in {root}", advice)
     yield from found
-
-
-def _domainbed(root: Path) -> Iterator[Finding]:
-    for benchmark in BENCHMARKS.values():
-        for folder in (root / benchmark.name, root / benchmark.folder):
-            if folder.is_dir():
-                yield _check(benchmark, folder)
 
 
 def _check(benchmark: Benchmark, folder: Path) -> Finding:
@@ -42,20 +42,15 @@ def _check(benchmark: Benchmark, folder: Path) -> Finding:
         advice = f"move it away, then `unifmoe data prepare {benchmark.name}{archives} --root {parent}`"
         return problem(benchmark.title, str(error), advice)
     text = f"{folder}: {len(benchmark.environments)} environments, {benchmark.num_classes} classes, {images:,} images"
-    if warned:
-        advice = f"results do not compare with others: `unifmoe data verify {benchmark.name} --root {place}`"
-        return note(benchmark.title, f"{text}, {benchmark.images:,} published", advice)
-    return ok(benchmark.title, text)
+    text += f", {benchmark.images:,} published" if warned else ""
+    advice = f"results do not compare with others: `unifmoe data verify {benchmark.name} --root {place}`"
+    return expect(not warned, benchmark.title, text, advice)
 
 
-def _glue(root: Path) -> Iterator[Finding]:
-    for place in (root, root / "glue"):
-        for folder in sorted(path for path in place.iterdir() if path.is_dir()) if place.is_dir() else ():
-            task = folder.name.lower()
-            if task not in FORMATS:
-                continue
-            try:
-                yield ok(FORMATS[task].folder, f"{folder}: {check_layout(task, folder)}")
-            except UserError as error:
-                advice = "fetch it again, or leave data.root out: then it comes from the hub"
-                yield problem(FORMATS[task].folder, str(error), advice)
+def _glue(folder: Path) -> Finding:
+    task = folder.name.lower()
+    try:
+        return ok(FORMATS[task].folder, f"{folder}: {check_layout(task, folder)}")
+    except UserError as error:
+        advice = "fetch it again, or leave data.root out: then it comes from the hub"
+        return problem(FORMATS[task].folder, str(error), advice)

@@ -8,23 +8,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 SETUP = "`make setup`, or install the package again"
+Status = Literal["ok", "note", "problem"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at.
-
-    Args:
-        subject: What.
-        status: ok; note, where something optional is missing or slow; problem, where training cannot work.
-        text: What was found.
-        advice: What to do about it, commands in backticks; empty if all is well.
-    """
+    """One thing looked at."""
 
     subject: str
-    status: Literal["ok", "note", "problem"]
+    status: Status  # note: something optional is missing or slow; problem: training cannot work
     text: str
-    advice: str = ""
+    advice: str = ""  # what to do about it, commands in backticks; empty if all is well
 
 
 def ok(subject: str, text: str) -> Finding:
@@ -37,6 +31,11 @@ def note(subject: str, text: str, advice: str) -> Finding:
 
 def problem(subject: str, text: str, advice: str) -> Finding:
     return Finding(subject, "problem", text, advice)
+
+
+def expect(good: object, subject: str, text: str, advice: str, otherwise: Status = "note") -> Finding:
+    """Ok if what was expected is there, else a finding with advice."""
+    return ok(subject, text) if good else Finding(subject, otherwise, text, advice)
 
 
 def version_of(package: str) -> str | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from unifmoe_dist.studies.doctor.findings import Finding, note, ok
+from unifmoe_dist.studies.doctor.findings import Finding, expect, note, ok
 
 SHARED = Path("/dev/shm")  # noqa: S108  looked at, not written to
 
@@ -17,16 +17,14 @@ SHARED = Path("/dev/shm")  # noqa: S108  looked at, not written to
 def capacity() -> Iterator[Finding]:
     yield ok("machine", f"{os.cpu_count() or 1} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB memory")
     free = shutil.disk_usage(".").free / 2**30
-    text = f"{free:.0f} GiB free here"
-    yield ok("disk", text) if free > 10 else note("disk", text, "checkpoints of large models need more: free space")
+    yield expect(free > 10, "disk", f"{free:.0f} GiB free here", "checkpoints of large models need more: free space")
 
 
 def shared_memory() -> Iterator[Finding]:
     if SHARED.is_dir():
         size = shutil.disk_usage(SHARED).total / 2**30
-        text = f"{size:.1f} GiB"
         advice = "image workers and NCCL need more: `docker run --ipc host`"
-        yield ok(str(SHARED), text) if size >= 1 else note(str(SHARED), text, advice)
+        yield expect(size >= 1, str(SHARED), f"{size:.1f} GiB", advice)
 
 
 def threads() -> Iterator[Finding]:

@@ -10,11 +10,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from unifmoe_dist.runtime.launchers import free_port
-from unifmoe_dist.studies.doctor.findings import Finding, note, ok, problem, version_of
+from unifmoe_dist.studies.doctor.findings import Finding, expect, note, ok, problem, version_of
 
 PORT = 29500
 """Where deepspeed and torchrun have rank 0 listen unless they are told otherwise."""
@@ -31,10 +32,9 @@ def names() -> Iterator[Finding]:
     except OSError:
         yield note("host name", f"{name} has no address", f"{advice}; else backends wait for the name, or give up")
         return
-    if ipaddress.ip_address(address).is_loopback:
-        yield note("host name", f"{name} is {address}, which other hosts cannot reach", f"{advice}; else ranks hang")
-    else:
-        yield ok("host name", f"{name} is {address}")
+    hidden = ipaddress.ip_address(address).is_loopback
+    text = f"{name} is {address}" + (", which other hosts cannot reach" if hidden else "")
+    yield expect(not hidden, "host name", text, f"{advice}; else ranks hang")
 
 
 def interfaces() -> Iterator[Finding]:
@@ -47,14 +47,11 @@ def interfaces() -> Iterator[Finding]:
     }
     text = ", ".join(f"{name} {address}" for name, address in found.items())
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        wanted = os.environ.get(variable, "").lstrip("=^")
-        if (
-            wanted
-            and not os.environ[variable].startswith("^")
-            and not any(name.startswith(word) for word in wanted.split(",") for name in up)
-        ):
+        given = os.environ.get(variable, "")
+        wanted = tuple(given.lstrip("=").split(","))
+        if given and not given.startswith("^") and not any(name.startswith(wanted) for name in up):
             advice = f"`unset {variable}`, or name one of {', '.join(sorted(up))}"
-            yield problem("interfaces", f"{variable} is {wanted}, which is not up here", advice)
+            yield problem("interfaces", f"{variable} is {','.join(wanted)}, which is not up here", advice)
     if not found:
         yield note("interfaces", "none but loopback is up", "fine for one machine")
     elif len(found) > 1:
@@ -70,11 +67,11 @@ def port() -> Iterator[Finding]:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", PORT))
+            text = "is free"
         except OSError:
-            advice = f"another job listens there: `deepspeed --master_port {PORT + 1} launch/train.py`"
-            yield note("port", f"{PORT}, the launchers' default, is in use", advice)
-        else:
-            yield ok("port", f"{PORT}, the launchers' default, is free")
+            text = "is in use"
+    advice = f"another job listens there: `deepspeed --master_port {PORT + 1} launch/train.py`"
+    yield expect(text == "is free", "port", f"{PORT}, the launchers' default, {text}", advice)
 
 
 def launcher_variables() -> Iterator[Finding]:
@@ -108,20 +105,14 @@ def backends() -> Iterator[Finding]:
 
 def _summed(backend: str, world_size: int, advice: str) -> Finding:
     """Whether `world_size` new processes agree on a sum."""
-    name, program = {"nccl": "NCCL"}.get(backend, backend), Path(__file__).with_name("probe.py")
-    words = [sys.executable, str(program), backend]
-    ranks, place, end = range(world_size), str(free_port()), time.monotonic() + SECONDS
+    import torch
+
+    name = {"nccl": "NCCL"}.get(backend, backend)
+    words = [sys.executable, str(Path(__file__).with_name("probe.py")), backend]
+    place, end = str(free_port()), time.monotonic() + SECONDS
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    processes = [
-        subprocess.Popen(
-            [*words, str(rank), str(world_size), place],
-            env=clean,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in ranks
-    ]
+    pipes: dict[str, Any] = dict(env=clean, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    processes = [subprocess.Popen([*words, str(r), str(world_size), place], **pipes) for r in range(world_size)]
     try:
         said = [process.communicate(timeout=max(0.1, end - time.monotonic()))[1] for process in processes]
     except subprocess.TimeoutExpired:
@@ -133,11 +124,5 @@ def _summed(backend: str, world_size: int, advice: str) -> Finding:
     if any(process.returncode for process in processes):
         last = next((line.strip() for text in said for line in reversed(text.splitlines()) if line.strip()), "no word")
         return problem(name, f"a sum over {world_size} ranks failed: {last}", advice)
-    version = f"{_nccl_version()}: " if backend == "nccl" else ""
+    version = ".".join(map(str, torch.cuda.nccl.version())) + ": " if backend == "nccl" else ""
     return ok(name, f"{version}a sum over {world_size} rank{'s' * (world_size > 1)} is right")
-
-
-def _nccl_version() -> str:
-    import torch
-
-    return ".".join(map(str, torch.cuda.nccl.version()))

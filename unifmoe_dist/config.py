@@ -5,12 +5,16 @@ Every field is validated when the object is made, so a bad value is refused befo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import gcd
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, Self, TypeAlias
 
+from unifmoe_dist.algorithms.registry import REGISTRY as ALGORITHMS
 from unifmoe_dist.data.registry import TASKS, find_task
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.methods.options import check_options
+from unifmoe_dist.methods.registry import REGISTRY, method_of
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "relu", "relu_squared", "silu", "tanh", "identity")
 
@@ -54,16 +58,6 @@ def _check_policies(
     )
 
 
-class LayerChoices(TypedDict, total=False):
-    """Fields of `UniFMoEConfig` that have a neutral default; a saved model notes those that differ from it."""
-
-    capacity_factor: float | None
-    shared_demand: float | None
-    fixed_experts: int | None
-    block_choice: Literal["prototype", "prefix"]
-    hidden_dropout: float
-
-
 @dataclass(frozen=True)
 class ExpertLayerConfig:
     """Shape of a layer of experts that takes the place of a dense FFN.
@@ -99,6 +93,28 @@ class ExpertLayerConfig:
             f"activation {self.activation!r} is not known; choose one of {', '.join(ACTIVATIONS)}.",
         )
         _check_rate("hidden_dropout", self.hidden_dropout)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Self:
+        """From the shape of a dense FFN and the options of a method, by the names of `ModelConfig`; None is not given.
+
+        The same names here unless a subclass says otherwise.
+        """
+        return cls(**options)
+
+    @classmethod
+    def run_options(cls, steps: int, recipe: Any) -> Mapping[str, Any]:
+        """Options that follow from a run's steps and the training recipe of its task, where the user sets none."""
+        return {}
+
+    @classmethod
+    def former_options(cls, expansion_steps: int | None) -> Mapping[str, Any]:
+        """What layers of earlier versions did where an option that they did not know has another default by now.
+
+        Args:
+            expansion_steps: Of mass; None where it is not known.
+        """
+        return {}
 
 
 @dataclass(frozen=True)
@@ -146,7 +162,8 @@ class UniFMoEConfig(ExpertLayerConfig):
         return self.hidden_dim // self.num_blocks
 
 
-MoEName = Literal["unif", "none", "topk", "gmoe", "emoe", "emoe_learn", "dynmoe", "mass"]
+MoEName: TypeAlias = Literal[tuple(REGISTRY)]  # type: ignore[valid-type]
+AlgorithmName: TypeAlias = Literal[tuple(ALGORITHMS)]  # type: ignore[valid-type]
 
 
 @dataclass
@@ -297,7 +314,7 @@ class AlgorithmConfig:
         pcmoe: Options of pcmoe.
     """
 
-    name: Literal["erm", "lfme", "dmda", "pcmoe"] = "erm"
+    name: AlgorithmName = "erm"
     lfme: LFMEConfig = field(default_factory=LFMEConfig)
     dmda: DMDAConfig = field(default_factory=DMDAConfig)
     pcmoe: PCMoEConfig = field(default_factory=PCMoEConfig)
@@ -503,8 +520,9 @@ class TrainConfig:
             f"parallel.expert_parallel_size {size} does not divide the world size {world_size}; "
             "choose one of its divisors.",
         )
-        if self.model.moe != "none":
-            _check_baseline(self)
+        method = method_of(self.model.moe)
+        if method.layer:
+            check_options(method, self.model, self.optim.auxiliary_weight)
             name, slots = self._expert_slots()
             _check(
                 slots % size == 0,
@@ -519,11 +537,11 @@ class TrainConfig:
         """Ranks that share one set of residual experts: what was asked for, or what auto means on so many ranks."""
         if self.parallel.expert_parallel_size != "auto":
             return self.parallel.expert_parallel_size
-        return 1 if self.model.moe == "none" else gcd(world_size, self._expert_slots()[1])
+        return gcd(world_size, self._expert_slots()[1]) if method_of(self.model.moe).layer else 1
 
     def _expert_slots(self) -> tuple[str, int]:
         """Experts that a layer has room for, and the option that says so."""
-        if self.model.moe in ("dynmoe", "mass"):
+        if method_of(self.model.moe).grows:
             return "max_experts", self.model.most_experts()
         return "num_experts", self.model.num_experts
 
@@ -541,51 +559,3 @@ def _check_task(config: TrainConfig) -> None:
             value(config, option) == value(default, option),
             f"{option} would change nothing in data.task {config.data.task}; leave it out, or choose another task.",
         )
-
-
-def _check_baseline(config: TrainConfig) -> None:
-    """Refuse options that the chosen MoE layer does not have, or that contradict each other."""
-    model, weight = config.model, config.optim.auxiliary_weight
-    _check(
-        weight is None or 0 <= weight < float("inf"),
-        f"optim.auxiliary_weight must be at least 0 or null, not {weight}.",
-    )
-    if model.moe == "unif":
-        _check(
-            weight is None,
-            f"optim.auxiliary_weight {weight} belongs to the other MoE layers; the loss of model.moe unif is weighted "
-            "by optim.lambda_div.",
-        )
-        return
-    _check(
-        model.capacity_factor is None,
-        f"model.capacity_factor {model.capacity_factor} belongs to model.moe unif; {model.moe} drops no token.",
-    )
-    for name in ("shared_demand", "fixed_experts", "block_choice"):
-        value = getattr(model, name)
-        _check(
-            value == getattr(ModelConfig, name),
-            f"model.{name} {value} is an ablation of model.moe unif and would change nothing in {model.moe}; leave it "
-            "out.",
-        )
-    if model.moe in ("topk", "gmoe", "emoe", "emoe_learn"):
-        _check(
-            1 <= model.top_k <= model.num_experts,
-            f"model.top_k {model.top_k} must be from 1 to model.num_experts {model.num_experts}.",
-        )
-        return
-    _check(
-        model.most_experts() >= model.num_experts,
-        f"model.max_experts {model.max_experts} is below model.num_experts {model.num_experts}, the experts that "
-        f"{model.moe} starts with.",
-    )
-    _check(
-        model.adapt_every == "epoch" or model.adapt_every >= 0,
-        f"model.adapt_every must be at least 0 or epoch, not {model.adapt_every}.",
-    )
-    for name, value, least in (("mass_window", model.mass_window, 2), ("mass_warmup", model.mass_warmup, 0)):
-        _check(value is None or value >= least, f"model.{name} must be at least {least} or null, not {value}.")
-    _check(
-        0 < model.mass_threshold <= 1,
-        f"model.mass_threshold must be above 0 and at most 1, not {model.mass_threshold}.",
-    )

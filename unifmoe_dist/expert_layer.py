@@ -74,6 +74,8 @@ class ExpertLayer(nn.Module, Generic[Config]):
         UserError: num_experts is not divisible by the size of expert_group, or this rank is not in it.
     """
 
+    config_type: ClassVar[type[ExpertLayerConfig]] = ExpertLayerConfig
+    """Its configuration, which says how it is made of the options of its method."""
     replicated: ClassVar[tuple[str, ...]] = ()
     """Names of banks of one expert that every rank holds beside `experts`."""
     resized: ClassVar[tuple[str, ...]] = ()

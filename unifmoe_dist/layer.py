@@ -39,6 +39,7 @@ class UniFMoELayer(ExpertLayer[UniFMoEConfig]):
         UserError: num_experts is not divisible by the size of expert_group, or this rank is not in it.
     """
 
+    config_type = UniFMoEConfig
     replicated = ("shared",)
     reentrant_under_ddp = False
 

@@ -28,3 +28,9 @@ def names_of(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
         return value
 
     return getattr_
+
+
+def load(place: str) -> Any:
+    """What a registry names: "module:name", the module below unifmoe_dist."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(f"unifmoe_dist.{module}"), name)

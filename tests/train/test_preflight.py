@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.methods.construction import MOE_LAYERS
+from unifmoe_dist.methods import MOE_LAYERS
 from unifmoe_dist.runtime.ranks import Ranks
 from unifmoe_dist.train import build
 from unifmoe_dist.train.cli import parse_train_config

@@ -1,14 +1,17 @@
-"""Training algorithms: what is minimised, and which modules exist for training alone. One file each.
+"""Training algorithms: what is minimised, and which modules exist for training alone. One file and one line each.
 
-`ALGORITHMS[name](model, ...)` owns the model that is deployed; its `forward` gives the loss. See `base.Algorithm`.
+`ALGORITHMS[name](model, ...)` owns the model that is deployed; its `forward` gives the loss. See `algorithm.Algorithm`.
 """
 
-from unifmoe_dist.algorithms.algorithm import Algorithm
-from unifmoe_dist.algorithms.dmda import DMDA
-from unifmoe_dist.algorithms.erm import ERM
-from unifmoe_dist.algorithms.lfme import LFME
-from unifmoe_dist.algorithms.pcmoe import PCMoE
+from __future__ import annotations
 
-ALGORITHMS: dict[str, type[Algorithm]] = {"erm": ERM, "lfme": LFME, "dmda": DMDA, "pcmoe": PCMoE}
+from typing import TYPE_CHECKING
 
-__all__ = ["ALGORITHMS", "DMDA", "ERM", "LFME", "Algorithm", "PCMoE"]
+from unifmoe_dist.lazy import names_of
+
+if TYPE_CHECKING:
+    from unifmoe_dist.algorithms.algorithm import Algorithm
+    from unifmoe_dist.algorithms.classes import ALGORITHMS
+
+__all__ = ["ALGORITHMS", "Algorithm"]
+__getattr__ = names_of(__name__, {"ALGORITHMS": "classes", "Algorithm": "algorithm"})

@@ -6,9 +6,9 @@ takes a free slot. Mask and statistics are buffers, so a checkpoint resumes them
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,14 @@ class DynamicConfig(ExpertLayerConfig):
                 f"{self.initial_experts!r} experts to start with must be a whole number from 1 to the most there can "
                 f"be, {self.num_experts}."
             )
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Self:
+        """Among the options num_experts is where it starts and max_experts, two more unless given, how far it goes."""
+        start = options.get("num_experts", cls.initial_experts)
+        most = options.get("max_experts")
+        slots = {"num_experts": start + 2 if most is None else most, "initial_experts": start}
+        return cls(**{**{name: value for name, value in options.items() if name != "max_experts"}, **slots})
 
 
 Dynamic = TypeVar("Dynamic", bound=DynamicConfig)

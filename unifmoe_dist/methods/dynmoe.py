@@ -8,6 +8,7 @@ Facts from the paper and its code (github.com/LINs-lab/DynMoE, folder EMoE: the 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -44,6 +45,10 @@ class DynMoEConfig(DynamicConfig):
         number = isinstance(self.adapt_every, int) and self.adapt_every >= 0
         if not number and self.adapt_every != "epoch":
             raise UserError(f"adapt_every must be a whole number of at least 0 or epoch, not {self.adapt_every!r}.")
+
+    @classmethod
+    def former_options(cls, expansion_steps: int | None) -> Mapping[str, Any]:
+        return {"gate_temperature": True}
 
 
 class TopAnyRouter(nn.Module):
@@ -97,6 +102,7 @@ class DynMoELayer(DynamicExpertLayer[DynMoEConfig]):
     of the experts in use, plus the mean length of the representations of all slots.
     """
 
+    config_type = DynMoEConfig
     count: Tensor
     lost: Tensor
     rank_sums = ("count", "lost")

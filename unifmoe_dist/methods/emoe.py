@@ -50,6 +50,7 @@ class EMoELayer(GatedExpertLayer[EMoEConfig]):
         router: `router.weight` is (K, model_dim), the experts' mean keys as of the last step.
     """
 
+    config_type = EMoEConfig
     gate_noise = 1.0
 
     def __init__(

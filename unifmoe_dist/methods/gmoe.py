@@ -58,6 +58,7 @@ class GMoELayer(GatedExpertLayer[NoisyTopKConfig]):
     With K = 16 and k of 1, 2, 4 or 8 in BERT-large it is the "MoE" of DynMoE's GLUE scripts (`--gate_type cosine_top`).
     """
 
+    config_type = NoisyTopKConfig
     gate_noise = 1.0
 
     def __init__(

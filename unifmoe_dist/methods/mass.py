@@ -8,8 +8,9 @@ Facts from the abstract and the code (github.com/psmiz/MASS: the gate `mass`, `m
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from unifmoe_dist.expert_layer import AppliedStep, ChangedRows
 from unifmoe_dist.experts import ExpertWeights
 from unifmoe_dist.methods.dynamic import DynamicConfig, DynamicExpertLayer
 from unifmoe_dist.methods.gated import Gating
+from unifmoe_dist.methods.mass_schedule import VISION, MASSRecipe, mass_schedule
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,30 @@ class MASSConfig(DynamicConfig):
         if self.window < 2:
             raise UserError(f"window must be at least 2 steps, not {self.window!r}.")
 
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Self:
+        """Windows that are not given are those of `train_mass.py` for a run of which expansion_steps is a tenth."""
+        expansion = options.get("expansion_steps", cls.expansion_steps)
+        given = {name: value for name, value in options.items() if value is not None}
+        given = {**cls.run_options(10 * expansion, VISION), **given}
+        names = {"mass_window": "window", "mass_warmup": "warmup", "mass_untried": "untried"}
+        return super().from_options({names.get(name, name): value for name, value in given.items()})
+
+    @classmethod
+    def run_options(cls, steps: int, recipe: MASSRecipe) -> Mapping[str, Any]:
+        rule = mass_schedule(steps, recipe)
+        windows = {"mass_window": rule.window, "mass_warmup": rule.warmup}
+        return {"expansion_steps": rule.expansion_steps, **windows, "mass_untried": recipe.untried}
+
+    @classmethod
+    def former_options(cls, expansion_steps: int | None) -> Mapping[str, Any]:
+        if expansion_steps is None:
+            return {}
+        return {
+            "mass_window": max(2, min(200, expansion_steps * 2 // 5)),
+            "mass_warmup": min(100, expansion_steps // 5),
+        }
+
 
 EXPANDING, FULL, OVER = 0, 1, 2
 """Phases of a MASS layer: experts may be added; no more are, but the redundancy loss acts; neither."""
@@ -86,6 +112,7 @@ class MASSLayer(DynamicExpertLayer[MASSConfig]):
         router: `router.weight` is (K, model_dim).
     """
 
+    config_type = MASSConfig
     seen: Tensor
     norms: Tensor
     drift: Tensor

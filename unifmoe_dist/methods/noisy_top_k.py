@@ -6,8 +6,9 @@ and gate_noise 1.0. docs/fidelity.md compares the numbers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -34,6 +35,10 @@ class NoisyTopKConfig(TopKConfig):
         super().__post_init__()
         if self.load_loss not in get_args(LoadLoss):
             raise UserError(f"load_loss must be tutel or shazeer, not {self.load_loss!r}.")
+
+    @classmethod
+    def former_options(cls, expansion_steps: int | None) -> Mapping[str, Any]:
+        return {"load_loss": "shazeer"}
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,8 @@ class TopKLayer(GatedExpertLayer[TopKConfig]):
         router: `router.weight` is (K, model_dim), W_g transposed, initialised as torch and Tutel do.
     """
 
+    config_type = TopKConfig
+
     def __init__(
         self, config: TopKConfig, expert_group: dist.ProcessGroup | None = None, dispatcher: str = "auto"
     ) -> None:

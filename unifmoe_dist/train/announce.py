@@ -12,6 +12,7 @@ from torch import nn
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.task import TaskData
+from unifmoe_dist.methods.registry import method_of
 from unifmoe_dist.runtime.ranks import Ranks
 from unifmoe_dist.train import deepspeed
 
@@ -67,7 +68,7 @@ def _what(config: TrainConfig, ranks: Ranks, model: nn.Module) -> str:
         whole += parameter.numel() * (size if deepspeed.is_sharded(parameter) else 1)
     here = f" ({own:,} on each rank)" if own != whole else ""
     chosen = config.model
-    if chosen.moe == "none":
+    if not method_of(chosen.moe).layer:
         kind = "dense model"
     else:
         layers = ", ".join(map(str, chosen.layers))

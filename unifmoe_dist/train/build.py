@@ -13,11 +13,13 @@ from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.task import TaskData
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.methods import LayerOptions, upcycle_baseline
-from unifmoe_dist.methods.mass_schedule import mass_recipe, mass_schedule
+from unifmoe_dist.methods import LayerOptions
+from unifmoe_dist.methods.mass_schedule import mass_recipe
+from unifmoe_dist.methods.registry import EVERY_LAYER, REGISTRY, method_of
 from unifmoe_dist.runtime.ranks import Ranks
 from unifmoe_dist.train import deepspeed
 from unifmoe_dist.upcycling import moe_layers, upcycle
+from unifmoe_dist.upcycling.layers import layer_class
 
 
 def build_task(config: TrainConfig) -> TaskData:
@@ -48,34 +50,21 @@ def install_layers(config: TrainConfig, model: nn.Module, ranks: Ranks | None = 
     Raises:
         UserError: the backbone has no such layers, or its FFNs cannot be divided so.
     """
-    if config.model.moe == "unif":
-        model = upcycle(
-            model,
-            layers=config.model.layers,
-            num_experts=config.model.num_experts,
-            num_blocks=config.model.num_blocks,
-            expert_group=None if ranks is None else ranks.expert_group,
-            dispatcher="auto" if ranks is None else config.model.dispatcher,
-            capacity_factor=config.model.capacity_factor,
-            shared_demand=config.model.shared_demand,
-            fixed_experts=config.model.fixed_experts,
-            block_choice=config.model.block_choice,
-            hidden_dropout=config.model.hidden_dropout,
-        )
-        for layer in moe_layers(model).values():
-            layer.auxiliary_weight = config.optim.lambda_div
-    elif config.model.moe != "none":
-        model = upcycle_baseline(
-            model,
-            config.model.moe,
-            config.model.layers,
-            layer_options(config),
-            expert_group=None if ranks is None else ranks.expert_group,
-            dispatcher="auto" if ranks is None else config.model.dispatcher,
-        )
-        for layer in moe_layers(model).values():
-            if config.optim.auxiliary_weight is not None:
-                layer.auxiliary_weight = config.optim.auxiliary_weight
+    method = method_of(config.model.moe)
+    if not method.layer:
+        return model
+    model = upcycle(
+        model,
+        config.model.layers,
+        method=method.name,
+        expert_group=None if ranks is None else ranks.expert_group,
+        dispatcher="auto" if ranks is None else config.model.dispatcher,
+        **method.taken(vars(layer_options(config))),
+    )
+    weight = config.optim.lambda_div if method.shared else config.optim.auxiliary_weight
+    for layer in moe_layers(model).values():
+        if weight is not None:
+            layer.auxiliary_weight = weight
     return model
 
 
@@ -88,24 +77,15 @@ def checkpoint_activations(model: Any) -> None:
 
 
 def layer_options(config: TrainConfig) -> LayerOptions:
-    """What a configuration tells the builders of the other MoE layers."""
-    model, recipe = config.model, mass_recipe(find_task(config.data.task).family)
-    mass = mass_schedule(config.steps, recipe)
-    return LayerOptions(
-        num_experts=model.num_experts,
-        num_blocks=model.num_blocks,
-        top_k=model.top_k,
-        load_loss=model.load_loss,
-        max_experts=model.most_experts(),
-        adapt_every=model.adapt_every,
-        gate_temperature=model.gate_temperature,
-        mass_threshold=model.mass_threshold,
-        expansion_steps=mass.expansion_steps,
-        mass_window=mass.window if model.mass_window is None else model.mass_window,
-        mass_warmup=mass.warmup if model.mass_warmup is None else model.mass_warmup,
-        mass_untried=recipe.untried,
-        hidden_dropout=model.hidden_dropout,
-    )
+    """What a configuration tells the layers of any method, and what its run sets where it is null."""
+    names = {*EVERY_LAYER, *(name for method in REGISTRY.values() for name in method.options)}
+    chosen = {name: value for name, value in vars(config.model).items() if name in names}
+    chosen["max_experts"] = config.model.most_experts()
+    if method_of(config.model.moe).layer:
+        recipe = mass_recipe(find_task(config.data.task).family)
+        run = layer_class(config.model.moe).config_type.run_options(config.steps, recipe)
+        chosen.update((name, value) for name, value in run.items() if chosen.get(name) is None)
+    return LayerOptions(**chosen)
 
 
 def build_algorithm(config: TrainConfig, task: TaskData, ranks: Ranks | None = None) -> Algorithm:

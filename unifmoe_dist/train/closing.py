@@ -7,17 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_NAMES = {
-    "unif": "UniF-MoE",
-    "none": "The dense model",
-    "topk": "The top-k MoE",
-    "gmoe": "GMoE",
-    "emoe": "EMoE",
-    "emoe_learn": "EMoE-L",
-    "dynmoe": "DynMoE",
-    "mass": "MASS",
-}
-_ALGORITHMS = {"lfme": "LFME", "dmda": "DMDA", "pcmoe": "PC-MoE"}
+from unifmoe_dist.algorithms.registry import REGISTRY as ALGORITHMS
+from unifmoe_dist.methods.registry import method_of
 
 
 def percent(score: float) -> str:
@@ -32,7 +23,8 @@ def result_sentence(summary: Mapping[str, Any], split: str = "test") -> str:
         summary: Of `summarise`, perhaps with the validation score and the baseline of a whole run.
         split: "test" or "validation".
     """
-    name = _ALGORITHMS.get(summary["algorithm"]) or _NAMES.get(summary["moe"], summary["moe"])
+    method, algorithm = method_of(summary["moe"]), ALGORITHMS[summary["algorithm"]]
+    name = method.title if algorithm.plain else algorithm.title
     where = f" ({summary['held_out']} held out)" if summary["held_out"] else ""
     metric = summary["metric"].replace("_", " ")
     words = f"{name} on {summary['task']}{where}: {split} {metric} {percent(summary['score'])}"
@@ -42,12 +34,12 @@ def result_sentence(summary: Mapping[str, Any], split: str = "test") -> str:
     if "linear_baseline_accuracy" in summary:
         beside.append(f"a linear classifier has {percent(summary['linear_baseline_accuracy'])} on the same test data")
     words += f" ({'; '.join(beside)})" if beside else ""
-    if summary["moe"] == "none":
+    if not method.layer:
         return words + "."
     blocks, experts = summary["mean_block_compute"], summary["mean_expert_count"]
     return (
         f"{words}, with {blocks:.2f} blocks per token and layer (a dense FFN is {summary['num_blocks']}) and "
-        f"{experts:.2f} {'residual ' if summary['moe'] == 'unif' else ''}experts."
+        f"{experts:.2f} {'residual ' if method.shared else ''}experts."
     )
 
 

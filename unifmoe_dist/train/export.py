@@ -23,16 +23,17 @@ from safetensors.torch import load_file
 from torch import nn
 
 from unifmoe_dist.algorithms.dmda import add_selective_head
-from unifmoe_dist.config import LayerChoices, TrainConfig
+from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.vision_backbone import build_backbone
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.methods import LayerOptions, upcycle_baseline
+from unifmoe_dist.methods.registry import method_of
 from unifmoe_dist.train import build, checkpoint
 from unifmoe_dist.train.cli import load_train_config
 from unifmoe_dist.train.files import flush, save_tensors
 from unifmoe_dist.train.own_model import own_config, own_model
 from unifmoe_dist.upcycling import upcycle
+from unifmoe_dist.upcycling.layers import saved_arguments
 
 FORMAT = "unifmoe-model-1"
 WEIGHTS = "model.safetensors"
@@ -163,13 +164,12 @@ def _describe(config: TrainConfig, model: Any) -> dict[str, Any]:
 
 
 def _describe_layers(config: TrainConfig) -> dict[str, Any] | None:
-    """Arguments of `upcycle`, or with "method" those of `upcycle_baseline`."""
-    if config.model.moe == "unif":
-        keys = ("layers", "num_experts", "num_blocks", *LayerChoices.__annotations__)
-        return {key: getattr(config.model, key) for key in keys}
-    if config.model.moe == "none":
+    """Arguments of `upcycle`; None for a dense model."""
+    method = method_of(config.model.moe)
+    if not method.layer:
         return None
-    return {"method": config.model.moe, "layers": config.model.layers, "options": asdict(build.layer_options(config))}
+    own = method.taken(vars(build.layer_options(config)))
+    return {"layers": config.model.layers, "method": method.name, **own}
 
 
 def _skeleton(shape: dict[str, Any]) -> nn.Module:
@@ -200,9 +200,8 @@ def _skeleton(shape: dict[str, Any]) -> nn.Module:
 def _with_layers(model: nn.Module, moe: dict[str, Any] | None) -> nn.Module:
     if moe is None:
         return model
-    if "method" in moe:
-        return upcycle_baseline(model, **{**moe, "options": LayerOptions.from_saved(moe["method"], moe["options"])})
-    return upcycle(model, **moe)
+    former = moe.get("options", {})  # of earlier versions, for methods other than UniF-MoE
+    return upcycle(model, moe["layers"], **saved_arguments({**moe, **former}))
 
 
 def _transformers_class(config: dict[str, Any]) -> Any:

@@ -8,9 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from unifmoe_dist.algorithms.registry import REGISTRY as ALGORITHMS
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.methods.registry import method_of
 from unifmoe_dist.train import checkpoint
 from unifmoe_dist.train.cli import load_train_config
 from unifmoe_dist.train.option_values import as_word, by_dotted_name
@@ -41,8 +43,8 @@ def choose_folder(config: TrainConfig) -> Path:
         except OSError as error:
             raise UserError(f"--output {folder} cannot be used ({error}); choose another folder.") from error
         return folder
-    stem = f"runs/{config.data.task}-{'dense' if config.model.moe == 'none' else config.model.moe}"
-    if config.algorithm.name != "erm":
+    stem = f"runs/{config.data.task}-{method_of(config.model.moe).word}"
+    if not ALGORITHMS[config.algorithm.name].plain:
         stem += f"-{config.algorithm.name}"
     number = 1
     while (folder := Path(stem if number == 1 else f"{stem}-{number}")).exists():
@@ -60,10 +62,6 @@ def _check_no_run(folder: Path, config: TrainConfig) -> None:
     check_free(folder)
 
 
-_FIXED_IN_NUMBER = ("unif", "topk", "gmoe")
-"""Methods whose layers have the experts that model.num_experts says, all along."""
-
-
 def _check_same_run(folder: Path, config: TrainConfig) -> None:
     """Refuse options under which a run's weights would load but mean something else, or its scores would."""
     path = folder / "config.yaml"
@@ -71,13 +69,13 @@ def _check_same_run(folder: Path, config: TrainConfig) -> None:
     same_task = old.data.task == config.data.task  # otherwise environments are not to be compared
 
     def fixed(options: TrainConfig) -> dict[str, Any]:
-        data = options.data
+        data, method = options.data, method_of(options.model.moe)
         return {
             "model.moe": options.model.moe,
-            "model.num_experts": options.model.num_experts if options.model.moe in _FIXED_IN_NUMBER else None,
+            "model.num_experts": options.model.num_experts if method.layer and not method.grows else None,
             "model.num_blocks": options.model.num_blocks,
             "model.top_k": options.model.top_k,
-            "model.gate_temperature": options.model.gate_temperature if options.model.moe == "dynmoe" else None,
+            "model.gate_temperature": method.taken(vars(options.model)).get("gate_temperature"),
             "model.shared_demand": options.model.shared_demand,
             "model.fixed_experts": options.model.fixed_experts,
             "model.block_choice": options.model.block_choice,

@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from unifmoe_dist.methods.former import former_options
+from unifmoe_dist.config import ModelConfig
+from unifmoe_dist.methods.registry import REGISTRY
 
 
 def unwritten(written: Mapping[str, Any]) -> dict[str, Any]:
@@ -21,7 +22,12 @@ def unwritten(written: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     steps = written.get("steps")
     expansion = steps // 10 if isinstance(steps, int) and written.get("epochs") is None else None
-    former = former_options(written.get("model.moe"), expansion)
+    method = REGISTRY.get(str(written.get("model.moe")))
+    if method is None or all(f"model.{name}" in written for name in method.options if hasattr(ModelConfig, name)):
+        return {}
+    from unifmoe_dist.upcycling.layers import layer_class  # PyTorch comes with it
+
+    former = layer_class(method.name).config_type.former_options(expansion)
     return {f"model.{name}": value for name, value in former.items() if f"model.{name}" not in written}
 
 

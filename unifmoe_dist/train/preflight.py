@@ -9,6 +9,7 @@ import torch
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.methods.registry import method_of
 from unifmoe_dist.train import build
 
 
@@ -18,7 +19,7 @@ def check_layers(config: TrainConfig) -> None:
     Raises:
         UserError: as building the model would.
     """
-    if config.model.moe == "none":
+    if not method_of(config.model.moe).layer:
         return
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         backbone = None

@@ -7,32 +7,14 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any
 
 from torch import distributed, nn
 from torch.distributed import ProcessGroup
 
-from unifmoe_dist.config import LayerChoices, UniFMoEConfig
-
 KEY = "unif_moe"
 _MARK = ", in UniF-MoE layers: import unifmoe_dist first"
-
-
-def record(
-    model: nn.Module,
-    layers: list[int],
-    num_experts: int,
-    num_blocks: int,
-    group: ProcessGroup | None,
-    **choices: Unpack[LayerChoices],
-) -> None:
-    """Note an upcycling to UniF-MoE layers in a Transformers model's config."""
-    entry: dict[str, Any] = {"layers": layers, "num_experts": num_experts, "num_blocks": num_blocks}
-    defaults = {field.name: field.default for field in dataclasses.fields(UniFMoEConfig)}
-    entry.update({name: value for name, value in choices.items() if value != defaults[name]})
-    note(model, entry, group)
 
 
 def note(model: nn.Module, entry: dict[str, Any], group: ProcessGroup | None) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
 from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -19,12 +18,10 @@ from typing import Any
 
 from torch import nn
 
-from unifmoe_dist.config import LayerChoices
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.expert_layer import ExpertLayer
-from unifmoe_dist.upcycling.adapter import DenseFFN
 from unifmoe_dist.upcycling.config_entry import KEY, mark
 from unifmoe_dist.upcycling.families import find_adapter, match_adapter
+from unifmoe_dist.upcycling.layers import saved_arguments
 from unifmoe_dist.upcycling.saving import check_loaded, prepare_saving, register_activations
 from unifmoe_dist.upcycling.upcycle import convert, layer_maker, moe_layers
 
@@ -51,23 +48,12 @@ def rebuild(model: nn.Module) -> None:
         kept = [index for index in note["layers"] if index < len(blocks)]
         missing = [index for index in kept if not moe_layers(blocks[index])]
         if missing:
-            convert(model, missing, _maker(note))
+            convert(model, missing, layer_maker(**saved_arguments(note)))
             if not note.get("flat_biases"):  # from_pretrained compares shapes, and the files have the older ones
                 for index in missing:
                     for layer in moe_layers(blocks[index]).values():
                         for bank in layer.banks():
                             bank.stack_biases()
-
-
-def _maker(note: dict[str, Any]) -> Callable[[DenseFFN], ExpertLayer]:
-    """What makes the layers that a note tells of."""
-    if "method" not in note:
-        choices: Any = {name: note[name] for name in LayerChoices.__annotations__ if name in note}
-        return layer_maker(note["num_experts"], note["num_blocks"], **choices)
-    from unifmoe_dist.methods.construction import LayerOptions  # they are made of what is here
-    from unifmoe_dist.methods.construction import layer_maker as baseline_maker
-
-    return baseline_maker(note["method"], LayerOptions.from_saved(note["method"], note))
 
 
 def install_rebuild() -> None:

@@ -1,24 +1,25 @@
-"""`upcycle`: dense FFNs become UniF-MoE layers that start as exact copies."""
+"""`upcycle`: dense FFNs become MoE layers, UniF-MoE's or another method's, that start from their weights."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar, Unpack
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from unifmoe_dist.config import LayerChoices, UniFMoEConfig
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import ExpertLayer
 from unifmoe_dist.layer import UniFMoELayer
+from unifmoe_dist.methods.registry import UNIF
 from unifmoe_dist.spread import is_dtensor
 from unifmoe_dist.upcycling.adapter import DenseFFN
-from unifmoe_dist.upcycling.config_entry import record
+from unifmoe_dist.upcycling.config_entry import note
 from unifmoe_dist.upcycling.families import find_adapter
+from unifmoe_dist.upcycling.layers import build_layer, check_taken, noted
 from unifmoe_dist.upcycling.projections import check_projections
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -30,56 +31,52 @@ def upcycle(
     num_experts: int = 6,
     num_blocks: int = 8,
     *,
+    method: str = UNIF.name,
     expert_group: ProcessGroup | None = None,
     dispatcher: str = "auto",
     router_seed: int | None = None,
-    **choices: Unpack[LayerChoices],
+    **options: Any,
 ) -> Model:
-    """Replace the FFNs of some transformer layers by UniF-MoE layers, in place.
+    """Replace the FFNs of some transformer layers by MoE layers, in place.
 
-    The shared and all residual experts start as copies of the dense FFN; device, dtype, training mode and
-    whether the FFN is trained are kept. Routers are new and always trained. Attention masks reach the layers
+    The shared and all residual experts start as copies of the dense FFN (EMoE's as its parts); device, dtype, training
+    mode and whether the FFN is trained are kept. Routers are new and always trained. Attention masks reach the layers
     by themselves. Nothing is changed when an error is raised. Give the whole model, head included: its config
     notes the layers for `from_pretrained`.
 
     Args:
         model: A timm or Transformers model, with any head; see `ADAPTERS` for the families.
         layers: Zero-based indices of transformer layers; negative ones count from the end.
-        num_experts: Residual experts K.
-        num_blocks: Blocks B per expert; must divide the FFN's hidden width.
+        num_experts: Residual experts K; of dynmoe and mass, those to start with.
+        num_blocks: Blocks B per expert, which must divide the FFN's hidden width; of other methods the parts of a dense
+            FFN in which cost is counted.
+        method: A value of `model.moe` with a layer: UniF-MoE, or another method of the paper.
         expert_group: Ranks that share the residual experts; None keeps all of them here.
         dispatcher: How tokens reach experts on other ranks: auto, local, alltoall or tutel.
         router_seed: Seed of the new routers; None draws from torch's global generator.
-        choices: `capacity_factor`, `shared_demand`, `fixed_experts`, `block_choice` and `hidden_dropout` (0.0) of
-            `UniFMoEConfig`.
+        options: The method's own, by their names in `ModelConfig`, and `hidden_dropout`. UniF-MoE has
+            `capacity_factor`, `shared_demand`, `fixed_experts` and `block_choice`, as in `UniFMoEConfig`.
 
     Returns:
         The same model.
 
     Raises:
         UserError: Unsupported model, FFN or activation; a layer index that is out of range, given twice or
-            already upcycled; a hidden width that num_blocks does not divide; a choice out of range.
+            already upcycled; an unknown method; a hidden width that num_blocks does not divide; an option that the
+            method does not have, or out of range.
     """
-    make = layer_maker(num_experts, num_blocks, expert_group, dispatcher, **choices)
-    converted = convert(model, layers, make, router_seed)
-    record(model, converted, num_experts, num_blocks, expert_group, **choices)
+    options.update(num_experts=num_experts, num_blocks=num_blocks)
+    converted = convert(model, layers, layer_maker(method, expert_group, dispatcher, **options), router_seed)
+    note(model, {"layers": converted, **noted(method, options)}, expert_group)
     return model
 
 
 def layer_maker(
-    num_experts: int,
-    num_blocks: int,
-    expert_group: ProcessGroup | None = None,
-    dispatcher: str = "auto",
-    **choices: Unpack[LayerChoices],
+    method: str, expert_group: ProcessGroup | None = None, dispatcher: str = "auto", **options: Any
 ) -> Callable[[DenseFFN], ExpertLayer]:
-    """A function from a dense FFN to a UniF-MoE layer of that shape."""
-
-    def make(ffn: DenseFFN) -> ExpertLayer:
-        config = UniFMoEConfig(**ffn.shape(), num_experts=num_experts, num_blocks=num_blocks, **choices)
-        return UniFMoELayer(config, expert_group=expert_group, dispatcher=dispatcher)
-
-    return make
+    """A function from a dense FFN to a method's layer of that shape."""
+    check_taken(method, options)
+    return lambda ffn: build_layer(method, ffn.shape(), options, expert_group, dispatcher)
 
 
 def convert(

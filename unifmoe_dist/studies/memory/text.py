@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.registry import find_task
+from unifmoe_dist.methods.registry import method_of
 from unifmoe_dist.studies.memory.estimate import KINDS, MemoryEstimate
 
 GIB = 2**30
@@ -36,12 +37,12 @@ class Budget:
 def describe(estimate: MemoryEstimate, budget: Budget) -> str:
     """One estimate, kind by kind."""
     config, parallel = estimate.config, estimate.config.parallel
-    model = "dense" if config.model.moe == "none" else config.model.moe
     lines = [
-        f"{config.data.task}, {model}, {config.algorithm.name}: {estimate.parameters / 1e6:.1f} million trained "
-        f"parameters on {'the' if estimate.ranks == 1 else f'each of {estimate.ranks}'} "
-        f"rank{'s' * (estimate.ranks > 1)} (expert-parallel size {config.expert_parallel_size(estimate.ranks)}), "
-        f"{parallel.precision}, {config.optim.name}, {estimate.items} items in a rank's micro-batch",
+        f"{config.data.task}, {method_of(config.model.moe).word}, {config.algorithm.name}: "
+        f"{estimate.parameters / 1e6:.1f} million trained parameters on "
+        f"{'the' if estimate.ranks == 1 else f'each of {estimate.ranks}'} rank{'s' * (estimate.ranks > 1)} "
+        f"(expert-parallel size {config.expert_parallel_size(estimate.ranks)}), {parallel.precision}, "
+        f"{config.optim.name}, {estimate.items} items in a rank's micro-batch",
         f"ZeRO {parallel.zero_stage}, optimiser {'offloaded' if parallel.offload_optimizer else 'on the device'}, "
         f"gradient checkpointing {'on' if parallel.gradient_checkpointing else 'off'}",
         "",

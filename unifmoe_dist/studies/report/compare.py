@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.methods.registry import method_of
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
@@ -35,7 +36,8 @@ def comparison_table(folders: Sequence[Path]) -> str:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for s in summaries:
-        name = "dense twin" if s["moe"] == "none" else "UniF-MoE"
+        method = method_of(s["moe"])
+        name = method.title if method.layer else "dense twin"
         lines.append(
             f"| {name} | {100 * s['score']:.1f} | {100 * s['validation_score']:.1f} | "
             f"{s['mean_block_compute']:.2f} (B = {s['num_blocks']}) | {s['mean_expert_count']:.2f} | "

@@ -143,7 +143,7 @@ def _comparison(results: Sequence[Result], task: str) -> Any:
     _scatter(figure.add_subplot(grid[:, :2]), results, task, main)
     panels = [figure.add_subplot(grid[number // 2, 2 + number % 2]) for number in range(small)]
     if ablated:
-        methods = [m for m in planned if m == "unif" or find_method(m).family == "ablation"]
+        methods = [m for m in planned if find_method(m).family in ("unif", "ablation")]
         _decisions(panels[0], results, task, methods)
     for axis, name in zip(panels[int(ablated) :], studies, strict=True):
         _study(axis, results, task, name)
@@ -241,7 +241,8 @@ def _decisions(axis: Any, results: Sequence[Result], task: str, methods: Sequenc
 def _study(axis: Any, results: Sequence[Result], task: str, study: str) -> None:
     """Score over one parameter of UniF-MoE."""
     option = STUDIES[study].option
-    methods = [m for m in planned_methods(results, [task]) if m == "unif" or m.startswith(f"unif-{study}-")]
+    planned = planned_methods(results, [task])
+    methods = [m for m in planned if find_method(m).family == "unif" or m.startswith(f"unif-{study}-")]
     values = {m: v for m in methods if (v := study_value(results, m, option, [task])) is not None}
     line = []
     numbers = sorted(values.values())

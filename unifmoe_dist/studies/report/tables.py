@@ -95,10 +95,10 @@ def build_tables(results: Sequence[Result]) -> list[Table]:
     if any(r.method in paper.GLUE_COSINE and r.task in TABLES["glue-cosine"].tasks for r in results):
         tables.append(_scores("glue-cosine", results, paper.GLUE_COSINE))
     for name in _STUDIED:
-        methods = [method for method in TABLES[name].methods if method != "unif"]
+        methods = [method for method in TABLES[name].methods if find_method(method).family != "unif"]
         if any(r.method in methods and r.task in TABLES[name].tasks for r in results):
             tables.append(_scores(name, results, {}))
-    decisions = [method for method in TABLES["ablation"].methods if method != "unif"]
+    decisions = [method for method in TABLES["ablation"].methods if find_method(method).family == "ablation"]
     if any(r.method in decisions and r.task in TABLES["ablation"].tasks for r in results):
         tables.append(_ablation(results))
     by_environment = [task for task in dict.fromkeys((*DOMAINBED, *TASKS)) if task in tasks - set(GLUE)]

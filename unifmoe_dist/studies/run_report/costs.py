@@ -15,7 +15,7 @@ from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.task import Batch
 from unifmoe_dist.data.text import MAX_LENGTH
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.methods.registry import METHODS, with_options
+from unifmoe_dist.methods.registry import METHODS, method_of, with_options
 from unifmoe_dist.runtime.heartbeat import followed
 from unifmoe_dist.runtime.ranks import seed_everything
 from unifmoe_dist.studies.cost.count import Cost, count_cost
@@ -124,11 +124,11 @@ def method_config(config: TrainConfig, name: str) -> TrainConfig:
         UserError: It sends tokens to more experts than there are.
     """
     options = {**NEUTRAL, "model.capacity_factor": None}
-    if config.model.moe in ("emoe", "emoe_learn"):  # its experts are slices: their number means nothing elsewhere
+    if method_of(config.model.moe).slices:  # of a dense FFN: their number means nothing elsewhere
         options["model.num_experts"] = TrainConfig().model.num_experts
     own = find_task(config.data.task).method_options.get(name, {})
     result = with_options(config, {**options, **METHODS[name].options, **own})
-    if result.model.moe == "topk" and result.model.top_k > result.model.num_experts:
+    if "top_k" in method_of(result.model.moe).options and result.model.top_k > result.model.num_experts:
         raise UserError(f"there are {result.model.num_experts} experts")
     return result
 

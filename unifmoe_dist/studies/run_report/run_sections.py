@@ -13,6 +13,7 @@ import torch
 
 from unifmoe_dist import __version__
 from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.methods.registry import METHODS
 from unifmoe_dist.studies.cost.paper import published_cost
 from unifmoe_dist.studies.cost.table import STATISTICS
 from unifmoe_dist.studies.figures.training import compute_figure, curves_figure
@@ -166,7 +167,8 @@ def cost_section(tables: Sequence[CostTable], with_published: bool) -> Section:
             " In brackets the paper's number for DeiT-S/16 on VLCS and an RTX 3090: to be compared only with the same "
             "backbone and device."
         )
-    if with_published and any(column.method in ("gmoe", "emoe", "dynmoe") for column in columns):
+    families = [METHODS[column.method].family if column.method else None for column in columns]
+    if with_published and not {"static", "dynamic"}.isdisjoint(families):
         caption += (
             " The paper's FLOPs of GMoE and EMoE are those of buffers padded by 1.5 and its FLOPs of DynMoE those of "
             "all experts, as far as its numbers can be taken apart (docs/insight.md); here all count what they execute."
@@ -185,7 +187,8 @@ def cost_section(tables: Sequence[CostTable], with_published: bool) -> Section:
             "decided by the router (DynMoE, MASS, UniF-MoE), their N_A and FLOPs are those before training. N of "
             "DynMoE and MASS counts the slots of experts that training may add."
         )
-        trained_alike = ", ".join(column.label for column in columns if column.method in ("lfme", "dmda", "pcmoe"))
+        labels = [column.label for column, family in zip(columns, families, strict=True) if family == "algorithm"]
+        trained_alike = ", ".join(labels)
         if trained_alike:
             caption += (
                 f" {trained_alike} change training alone and deploy a dense model (DMDA with a second linear head): "

@@ -11,29 +11,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from unifmoe_dist.algorithms.registry import REGISTRY as ALGORITHMS
 from unifmoe_dist.data.benchmarks import BENCHMARKS
 from unifmoe_dist.data.glue import FACTS
 from unifmoe_dist.data.registry import find_task
+from unifmoe_dist.methods.registry import method_of
 from unifmoe_dist.studies.paper_numbers import COST
 from unifmoe_dist.studies.sweep.plan import Run
 from unifmoe_dist.studies.sweep.run_folder import State, read_summary
 
-# The cost table's row that stands for a method it leaves out.
-_LIKE = {
-    "emoe-learn": "emoe",
-    "top1": "gmoe",
-    "top2": "gmoe",
-    "top4": "gmoe",
-    "top8": "gmoe",
-    "mass": "dynmoe",
-    "gmoe-top1": "gmoe",
-    "gmoe-top2": "gmoe",
-    "gmoe-top4": "gmoe",
-    "gmoe-top8": "gmoe",
-    "dmda": "dense",
-    "lfme": "dense",
-    "pcmoe": "dense",
-}
 _COST_IMAGES, _COST_EVALUATION_IMAGES = 96, 64  # 3 training environments of 32; evaluation batches
 _VISION_WORK = 96 * 197 * 384 * 1536  # tokens x d x H of one FFN in a training step of the cost table
 _BERT_ENCODER = 302.3e6  # parameters that a token meets
@@ -116,25 +102,27 @@ def _seconds(run: Run, notes: dict[str, None]) -> float | None:
         f"{1e3 * unif:.0f} ms of UniF-MoE (measured), which other MoE layers are taken to need too; "
         f"start, checkpoints and plots {_CPU_OVERHEAD:g} s."
     ] = None
-    seconds = dense if run.config.model.moe == "none" else unif
+    seconds = unif if method_of(run.config.model.moe).layer else dense
     return run.config.steps * seconds * _networks(run, notes) + _CPU_OVERHEAD
 
 
 def _row(run: Run, notes: dict[str, None]) -> str:
     """The row of the cost table that stands for a run's method."""
-    if run.method in COST["T-TPS"] or run.method.startswith("unif"):
-        return run.method if run.method in COST["T-TPS"] else "unif"
-    row = _LIKE[run.method]
+    if run.method in COST["T-TPS"]:
+        return run.method
+    method = method_of(run.config.model.moe)
     notes[
         "Methods that the cost table leaves out: EMoE-L as EMoE; top-k as GMoE; MASS as DynMoE; UniF-MoE's ablations "
         "and studies as UniF-MoE; LFME, DMDA and PC-MoE as the dense model."
     ] = None
-    return row
+    if not method.layer:
+        return "dense"
+    return "unif" if method.shared else "emoe" if method.slices else "dynmoe" if method.grows else "gmoe"
 
 
 def _networks(run: Run, notes: dict[str, None]) -> int:
     """Networks that are trained side by side."""
-    if run.method != "lfme":
+    if not ALGORITHMS[run.config.algorithm.name].networks:
         return 1
     notes["LFME trains one network more for each training environment, at the dense model's time each."] = None
     return len(find_task(run.task).environments)
@@ -189,6 +177,7 @@ def _checkpoint_bytes(run: Run) -> float:
 
 def _parameters(run: Run) -> float:
     model = run.config.model
-    copies = {"none": 0, "emoe": 0, "emoe_learn": 0, "unif": model.num_experts}.get(model.moe, model.num_experts - 1)
+    method = method_of(model.moe)
+    copies = model.num_experts - 1 + method.shared if method.layer and not method.slices else 0
     dense, width, hidden = find_task(run.task).backbone_sizes
     return dense + len(model.layers) * copies * 2 * width * hidden

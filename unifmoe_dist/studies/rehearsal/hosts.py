@@ -15,9 +15,8 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 import psutil
@@ -76,7 +75,7 @@ class Host:
         self._process.communicate()
 
 
-class Network:
+class Network(AbstractContextManager):
     """Context manager of `number` hosts, node0, node1, ..., joined by a switch.
 
     Args:
@@ -90,6 +89,7 @@ class Network:
 
     def __init__(self, number: int = 2, quirks: Mapping[str, str] | None = None) -> None:
         self._number, self._quirks = number, quirks or {}
+        self._switch: subprocess.Popen | None = None
         self.hosts: list[Host] = []
 
     def __enter__(self) -> Network:
@@ -97,25 +97,25 @@ class Network:
             if shutil.which(program) is None:
                 raise UserError(f"there is no program {program} here; install util-linux, iproute2 and hostname.")
         self._folder = tempfile.TemporaryDirectory(prefix="unifmoe-hosts-")
-        self._switch: subprocess.Popen | None = None
         try:
             self._build(Path(self._folder.name))
-        except (subprocess.CalledProcessError, OSError) as error:
-            self._end()
+        except BaseException as error:
+            self.__exit__()
+            if not isinstance(error, (subprocess.CalledProcessError, OSError)):
+                raise
             said = str(getattr(error, "stderr", None) or error).strip()
             raise UserError(
                 f"hosts cannot be made of namespaces here ({said}); run as root, or where unprivileged user "
                 "namespaces are allowed."
             ) from error
-        except BaseException:
-            self._end()
-            raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._end()
+    def __exit__(self, *_: object) -> None:
+        for host in self.hosts:
+            host.kill()
+        if self._switch is not None:
+            self._switch.communicate()  # closes the pipe
+        self._folder.cleanup()
 
     def cut(self, host: Host) -> None:
         """Pull the host's cable out of the switch: its packets vanish, and nobody is told."""
@@ -144,8 +144,7 @@ class Network:
         self._in_switch("ip", "link", "set", "bridge", "up")
         for name, address in places.items():
             names = folder / f"{name}.hosts"
-            quirk = self._quirks.get(name)
-            names.write_text(f"{quirk}\n{known}" if quirk else known)
+            names.write_text("\n".join([*filter(None, [self._quirks.get(name)]), known]))
             host = Host(name, address, names, folder / name)
             self.hosts.append(host)
             self._in_switch("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(host.pid))
@@ -156,13 +155,6 @@ class Network:
     def _in_switch(self, *words: str) -> None:
         assert self._switch is not None
         _call(["nsenter", f"--target={psutil.Process(self._switch.pid).children()[0].pid}", "--net", *words])
-
-    def _end(self) -> None:
-        for host in self.hosts:
-            host.kill()
-        if self._switch is not None:
-            self._switch.communicate()  # closes the pipe
-        self._folder.cleanup()
 
 
 def _hold(namespaces: Sequence[str], arguments: Sequence[str]) -> subprocess.Popen:

@@ -5,69 +5,42 @@ Every scenario is judged by the losses: however often it was stopped, a run must
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.resources import script
 from unifmoe_dist.studies.rehearsal.hosts import Host, Network
+from unifmoe_dist.studies.training_plots import read_metrics
 
 PORT = 29400
 ENDS_SECONDS = 60.0  # within which every rank must have ended, and said why
 # Small, so that a run takes seconds. The batch divides over one host as well as over all.
 OPTIONS = (
-    "--steps",
-    "60",
-    "--eval_every",
-    "10",
-    "--log_every",
-    "1",
-    "--progress",
-    "false",
-    "--baseline",
-    "false",
-    "--model.layers",
-    "[1,3]",
-    "--model.num_experts",
-    "4",
-    "--data.batch_size",
-    "8",
-    "--optim.warmup_steps",
-    "10",
-    "--resume",
-    "auto",
-    "--parallel.expert_parallel_size",
-    "auto",
-)
+    "--steps 60 --eval_every 10 --log_every 1 --progress false --baseline false --model.layers [1,3] "
+    "--model.num_experts 4 --data.batch_size 8 --optim.warmup_steps 10 --resume auto "
+    "--parallel.expert_parallel_size auto"
+).split()
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended on one host.
-
-    Args:
-        host: Name of the host.
-        status: Exit status of its launcher; None if it had to be killed.
-        seconds: From the event to the launcher's end.
-        sentence: Why its rank stopped, if another was the cause.
-    """
+    """How a job ended on one host."""
 
     host: str
-    status: int | None
-    seconds: float
-    sentence: str | None
+    status: int | None  # of its launcher; None if it had to be killed
+    seconds: float  # from the event to the launcher's end
+    sentence: str | None  # why its rank stopped, if another was the cause
 
 
-class Job:
+class Job(AbstractContextManager):
     """Context manager of a training run on some hosts, one rank each, started by torchrun on every one.
 
     Args:
@@ -78,19 +51,9 @@ class Job:
 
     def __init__(self, hosts: Sequence[Host], run: Path, options: Sequence[str] = OPTIONS) -> None:
         self.hosts, self.run = hosts, run
-        words = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            f"--nnodes={len(hosts)}",
-            "--nproc-per-node=1",
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={hosts[0].name}:{PORT}",
-            str(script("train")),
-            *options,
-            "--output",
-            str(run),
-        ]
+        words = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}", "--nproc-per-node=1"]
+        words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={hosts[0].name}:{PORT}"]
+        words += [str(script("train")), *options, "--output", str(run)]
         number = len(list(run.parent.glob(f"{run.name}-*.log")))
         self.logs = [run.with_name(f"{run.name}-{number + i:02d}-{host.name}.log") for i, host in enumerate(hosts)]
         self._processes = []
@@ -99,12 +62,7 @@ class Job:
             with log.open("w") as output:
                 self._processes.append(host.start(words, output, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1"))
 
-    def __enter__(self) -> Job:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
 
     def wait_for_checkpoint(self, seconds: float = 120) -> None:
@@ -127,17 +85,16 @@ class Job:
 
     def finish(self, seconds: float) -> list[Ended]:
         """Wait for every launcher, and kill those that have not ended after so long."""
-        started, ends = time.monotonic(), [0.0 for _ in self._processes]
-        while any(end == 0.0 for end in ends) and time.monotonic() - started < seconds:
-            for i, process in enumerate(self._processes):
-                if ends[i] == 0.0 and process.poll() is not None:
-                    ends[i] = time.monotonic() - started
+        started, ends = time.monotonic(), dict[int, float]()
+        while len(ends) < len(self._processes) and (passed := time.monotonic() - started) < seconds:
+            done = [i for i, process in enumerate(self._processes) if process.poll() is not None]
+            ends = dict.fromkeys(done, passed) | ends
             time.sleep(0.05)
         statuses = [process.poll() for process in self._processes]
         self.kill()
         return [
-            Ended(host.name, status, end or seconds, sentence)
-            for host, status, end, sentence in zip(self.hosts, statuses, ends, self._sentences(), strict=True)
+            Ended(host.name, status, ends.get(i, seconds), sentence)
+            for i, (host, status, sentence) in enumerate(zip(self.hosts, statuses, self._sentences(), strict=True))
         ]
 
     def kill(self) -> None:
@@ -158,23 +115,7 @@ class Job:
 
 def losses(run: Path) -> dict[int, float]:
     """Training loss by step."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a scenario came to.
-
-    Args:
-        name: Of the scenario.
-        largest_difference: Between a step's loss and that of the undisturbed run.
-        seconds: It took.
-    """
-
-    name: str
-    largest_difference: float
-    seconds: float
+    return {record["step"]: record["loss"] for record in read_metrics(run) if record["kind"] == "train"}
 
 
 class Rehearsal:
@@ -189,7 +130,7 @@ class Rehearsal:
         self.folder, self._say = folder, say
         self._expected: dict[int, float] | None = None
 
-    def scenario(self, name: str) -> Outcome:
+    def scenario(self, name: str) -> None:
         """Run one of SCENARIOS, after an undisturbed run if there has been none.
 
         Raises:
@@ -211,11 +152,10 @@ class Rehearsal:
         if found.keys() != self._expected.keys():
             raise UserError(f"{name}: {len(found)} of {len(self._expected)} steps are in {run / 'metrics.jsonl'}.")
         worst = max(abs(found[step] - loss) for step, loss in self._expected.items())
-        outcome = Outcome(name, worst, time.monotonic() - started)
-        self._say(f"  all losses within {worst:.1e} of the undisturbed run's; {outcome.seconds:.0f} s in all")
+        seconds = time.monotonic() - started
+        self._say(f"  all losses within {worst:.1e} of the undisturbed run's; {seconds:.0f} s in all")
         if worst > 1e-4:
             raise UserError(f"{name}: the losses differ from the undisturbed run's by {worst:.1e}.")
-        return outcome
 
     def cut(self, network: Network, run: Path) -> None:
         """the second host's cable is pulled in mid-run, put back, and the same command run again"""

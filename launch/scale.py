@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -38,21 +39,27 @@ def parser() -> OptionParser:
     sweep.add_argument("--zero", type=int, nargs="+", choices=stages, default=[1], help="ZeRO stages (1)")
     sweep.add_argument("--output", type=Path, default=Path("runs/scale"), help="folder of the study (runs/scale)")
     study = result.add_argument_group("what all points of a sweep have in common")
-    study.add_argument("--width", type=int, default=128, help="model width; experts are 4 times as wide (128)")
-    study.add_argument("--depth", type=int, default=4, help="transformer layers; every second is upcycled (4)")
-    study.add_argument("--blocks", type=int, default=8, help="blocks per expert (8)")
     study.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="number format (fp32)")
-    study.add_argument("--warmup", type=int, default=3, help="steps before timing (3)")
-    study.add_argument("--steps", type=int, default=9, help="timed steps, of which the median counts (9)")
-    study.add_argument("--threads", type=int, default=1, help="CPU threads per rank (1)")
+    for name, number, text in (
+        ("--width", 128, "model width; experts are 4 times as wide (128)"),
+        ("--depth", 4, "transformer layers; every second is upcycled (4)"),
+        ("--blocks", 8, "blocks per expert (8)"),
+        ("--warmup", 3, "steps before timing (3)"),
+        ("--steps", 9, "timed steps, of which the median counts (9)"),
+        ("--threads", 1, "CPU threads per rank (1)"),
+    ):
+        study.add_argument(name, type=int, default=number, help=text)
     predict = result.add_argument_group("prediction from a sweep")
     predict.add_argument("--predict", type=Path, metavar="RUN", help="folder of the sweep to predict from")
-    predict.add_argument("--nodes", type=int, default=4, help="nodes (4)")
-    predict.add_argument("--gpus-per-node", type=int, default=8, help="ranks per node (8)")
-    predict.add_argument("--node-gbps", type=float, default=3600, help="Gbit/s per GPU inside a node (3600, NVLink 4)")
-    predict.add_argument("--link-gbps", type=float, default=400, help="Gbit/s per GPU between nodes (400)")
-    predict.add_argument("--node-latency-us", type=float, default=3, help="microseconds per message in a node (3)")
-    predict.add_argument("--link-latency-us", type=float, default=10, help="microseconds between nodes (10)")
+    for name, value, text in (
+        ("--nodes", 4, "nodes (4)"),
+        ("--gpus-per-node", 8, "ranks per node (8)"),
+        ("--node-gbps", 3600.0, "Gbit/s per GPU inside a node (3600, NVLink 4)"),
+        ("--link-gbps", 400.0, "Gbit/s per GPU between nodes (400)"),
+        ("--node-latency-us", 3.0, "microseconds per message in a node (3)"),
+        ("--link-latency-us", 10.0, "microseconds between nodes (10)"),
+    ):
+        predict.add_argument(name, type=type(value), default=value, help=text)
     result.add_argument("--volume", action="store_true", help="print the table of exchanged bytes and stop")
     return result
 
@@ -63,9 +70,9 @@ def main(arguments: Sequence[str]) -> None:
     if options.volume:
         if others := [word for word in arguments if word != "--volume"]:
             raise UserError(f"--volume takes no other option: {' '.join(others)} would change nothing; leave it out.")
-        from unifmoe_dist.studies.scaling.volume import format_volume_table, volume_table
+        from unifmoe_dist.studies.scaling.volume import volume_table
 
-        print(format_volume_table(volume_table()))
+        print(volume_table())
     elif options.predict is not None:
         known.refuse_others(arguments, PREDICTION, "--predict reads a sweep that was measured before")
         predict(options)
@@ -80,9 +87,7 @@ def sweep(options: argparse.Namespace) -> None:
     from unifmoe_dist.studies.scaling.plots import plot_study
     from unifmoe_dist.studies.scaling.point import Study
 
-    study = Study(
-        options.width, options.depth, options.blocks, options.precision, options.warmup, options.steps, options.threads
-    )
+    study = Study(**{field.name: getattr(options, field.name) for field in fields(Study)})
     layouts, left_out = scaling.grid(
         options.experts,
         options.ranks or scaling.default_ranks(),
@@ -103,24 +108,16 @@ def sweep(options: argparse.Namespace) -> None:
 
 
 def predict(options: argparse.Namespace) -> None:
-    from unifmoe_dist.studies.scaling import cost_model
     from unifmoe_dist.studies.scaling import grid as scaling
+    from unifmoe_dist.studies.scaling.cluster import Cluster, format_predictions, predict_cluster
     from unifmoe_dist.studies.scaling.plots import plot_predictions
 
-    cluster = cost_model.Cluster(
-        options.nodes,
-        options.gpus_per_node,
-        options.node_gbps,
-        options.link_gbps,
-        1e-6 * options.node_latency_us,
-        1e-6 * options.link_latency_us,
-    )
-    study = scaling.read_study(options.predict)
-    points = scaling.read_points(options.predict)
-    model = fit(options.predict)
-    predictions = cost_model.predict_cluster(model, points, study, cluster)
+    latencies = 1e-6 * options.node_latency_us, 1e-6 * options.link_latency_us
+    cluster = Cluster(options.nodes, options.gpus_per_node, options.node_gbps, options.link_gbps, *latencies)
+    study, points = scaling.read_study(options.predict), scaling.read_points(options.predict)
+    predictions = predict_cluster(fit(options.predict), points, study, cluster)
     device = points[0].result.device
-    print("\n" + cost_model.format_predictions(predictions, cluster, device))
+    print("\n" + format_predictions(predictions, cluster, device))
     print(f"\nplot: {plot_predictions(predictions, cluster, device, options.predict / 'prediction.png')}")
 
 

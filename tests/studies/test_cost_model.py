@@ -14,7 +14,8 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.profiling import profile_range
 from unifmoe_dist.studies.scaling import cost_model
 from unifmoe_dist.studies.scaling import grid as scaling
-from unifmoe_dist.studies.scaling.cost_model import Cluster, CostModel, Workload
+from unifmoe_dist.studies.scaling.cluster import Cluster, Prediction, format_predictions
+from unifmoe_dist.studies.scaling.cost_model import CostModel, Workload
 from unifmoe_dist.studies.scaling.point import Layout, Measurement, Study
 from unifmoe_dist.studies.scaling.step_split import PARTS, split_step
 
@@ -169,8 +170,8 @@ def test_too_few_points_say_how_many_are_enough(ranks, batches):
 
 
 def test_predictions_say_what_their_last_column_is():
-    prediction = cost_model.Prediction(4, 2, dict.fromkeys(cost_model.PARTS_OF_TERM, 0.001), 1000.0, 1.07)
-    text = cost_model.format_predictions([prediction], Cluster(2, 4, 100.0, 100.0, 0.0, 0.0), "H100")
+    prediction = Prediction(4, 2, dict.fromkeys(cost_model.PARTS_OF_TERM, 0.001), 1000.0, 1.07)
+    text = format_predictions([prediction], Cluster(2, 4, 100.0, 100.0, 0.0, 0.0), "H100")
     assert "single ranks" not in text and "| 1.07 |" in text
     assert "tokens/s over those of 8 ranks that each hold all K experts and exchange nothing: above 1" in text
 

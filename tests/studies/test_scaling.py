@@ -14,11 +14,11 @@ import torch
 
 from launch import scale
 from tests.support.jobs import run_job
+from tests.support.resume_plot import plot_resume
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.runtime.local_ranks import check_world_size, run_local_ranks
 from unifmoe_dist.studies.scaling import grid as scaling
 from unifmoe_dist.studies.scaling.point import Layout, Measurement, Study
-from unifmoe_dist.studies.scaling.resume_plot import plot_resume
 from unifmoe_dist.studies.scaling.step_split import PARTS
 
 # -- the study ------------------------------------------------------------------------------------------------

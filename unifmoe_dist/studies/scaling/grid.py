@@ -18,7 +18,9 @@ from tqdm import tqdm
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.runtime import heartbeat
 from unifmoe_dist.runtime.local_ranks import check_world_size, run_local_ranks
+from unifmoe_dist.studies.records import csv_text, markdown
 from unifmoe_dist.studies.scaling.point import Layout, Measurement, Study, measure, train_config
+from unifmoe_dist.train.files import write_text
 
 
 @dataclass(frozen=True)
@@ -95,27 +97,20 @@ def run_study(layouts: Sequence[Layout], study: Study, folder: Path, progress: b
     done = {p.layout: p for p in read_points(folder)}
     missing = [layout for layout in layouts if layout not in done]
     failures = []
-    bar = tqdm(
-        total=len(layouts),
-        initial=len(layouts) - len(missing),
-        desc="scaling",
-        unit="point",
-        dynamic_ncols=True,
-        disable=not progress,
-    )
-    for layout in missing:
-        bar.set_postfix_str(describe(layout))
-        heartbeat.doing(f"{len(done)} of {len(layouts)} points done, at {describe(layout)}")
-        try:
-            values = run_local_ranks(layout.ranks, measure, layout, study, threads=study.threads)[0]
-        except RuntimeError as error:  # out of memory, say: the others can still be measured
-            failures.append(f"{describe(layout)}: {_last_line(str(error))}")
-            tqdm.write(f"{describe(layout)} failed: {error}")
-        else:
-            done[layout] = Point(layout, Measurement(**values))
-            _append(folder / "scaling.csv", done[layout])
-        bar.update()
-    bar.close()
+    known = len(layouts) - len(missing)
+    with tqdm(total=len(layouts), initial=known, desc="scaling", unit="point", disable=not progress) as bar:
+        for layout in missing:
+            bar.set_postfix_str(describe(layout))
+            heartbeat.doing(f"{len(done)} of {len(layouts)} points done, at {describe(layout)}")
+            try:
+                values, *_ = run_local_ranks(layout.ranks, measure, layout, study, threads=study.threads)
+            except RuntimeError as error:  # out of memory, say: the others can still be measured
+                failures.append(f"{describe(layout)}: {str(error).strip().splitlines()[-1]}")
+                tqdm.write(f"{describe(layout)} failed: {error}")
+            else:
+                done[layout] = Point(layout, Measurement(**values))
+                _append(folder / "scaling.csv", done[layout])
+            bar.update()
     if failures:
         raise UserError(
             f"{len(failures)} of {len(layouts)} points failed; the others are in {folder / 'scaling.csv'}, and the "
@@ -165,20 +160,28 @@ def read_study(folder: Path) -> Study:
 
 def format_points(points: Iterable[Point]) -> str:
     """Markdown table of the main figures."""
-    lines = [
-        "| ranks | K | expert-parallel size | batch | dispatcher | ZeRO | tokens/s | step (ms) | bytes/token, sent "
-        "| minimum | Tutel, padded | memory/rank (MB) | busiest expert / mean | C_B | k | dropped |",
-        "|" + " ---: |" * 4 + " --- |" + " ---: |" * 11,
+    rows = [
+        {
+            "ranks": p.layout.ranks,
+            "K": p.layout.experts,
+            "expert-parallel size": p.layout.expert_parallel,
+            "batch": p.layout.batch,
+            "dispatcher": p.layout.dispatcher,
+            "ZeRO": p.layout.zero,
+            "tokens/s": f"{p.result.tokens_per_second:,.0f}",
+            "step (ms)": f"{1e3 * p.result.step:.1f}",
+            "bytes/token, sent": f"{p.result.sent_bytes:,.0f}",
+            "minimum": f"{p.result.minimum_bytes:,.0f}",
+            "Tutel, padded": f"{p.result.tutel_bytes:,.0f}",
+            "memory/rank (MB)": f"{p.result.memory / 1e6:,.0f}",
+            "busiest expert / mean": f"{p.result.load_imbalance:.2f}",
+            "C_B": f"{p.result.blocks_per_token:.1f}",
+            "k": f"{p.result.experts_per_token:.2f}",
+            "dropped": p.result.dropped,
+        }
+        for p in points
     ]
-    for p in points:
-        a, r = p.layout, p.result
-        lines.append(
-            f"| {a.ranks} | {a.experts} | {a.expert_parallel} | {a.batch} | {a.dispatcher} | {a.zero} "
-            f"| {r.tokens_per_second:,.0f} | {1e3 * r.step:.1f} | {r.sent_bytes:,.0f} | {r.minimum_bytes:,.0f} "
-            f"| {r.tutel_bytes:,.0f} | {r.memory / 1e6:,.0f} | {r.load_imbalance:.2f} | {r.blocks_per_token:.1f} "
-            f"| {r.experts_per_token:.2f} | {r.dropped} |"
-        )
-    return "\n".join(lines)
+    return markdown(rows, left=("dispatcher",))
 
 
 def _agree_on_study(folder: Path, study: Study) -> None:
@@ -194,24 +197,15 @@ def _agree_on_study(folder: Path, study: Study) -> None:
 
 
 def _append(path: Path, point: Point) -> None:
-    row = {**asdict(point.layout), **asdict(point.result)}
-    text, end, cut = path.read_text().rpartition("\n") if path.is_file() else ("", "", "")
-    if cut:
-        path.write_text(text + end)  # a line that a crash cut short
-    with path.open("a", newline="") as handle:
-        writer = csv.DictWriter(handle, list(row), lineterminator="\n")
-        if not text:
-            writer.writeheader()
-        writer.writerow(row)
+    """Add a point's row, in the place of a line that a crash cut short."""
+    head, end, row = csv_text([{**asdict(point.layout), **asdict(point.result)}]).partition("\n")
+    before = "".join(path.read_text().rpartition("\n")[:2]) if path.is_file() else ""
+    write_text(path, (before or head + end) + row)
 
 
 def _typed(kind: Any, row: dict[str, str]) -> Any:
     types: dict[str, Any] = {"int": int, "float": float, "str": str}
     return kind(**{f.name: types[str(f.type)](row[f.name]) for f in fields(kind)})
-
-
-def _last_line(text: str) -> str:
-    return text.strip().splitlines()[-1]
 
 
 def default_ranks() -> list[int]:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import resource
-import sys
-import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -20,6 +17,8 @@ from unifmoe_dist.data.digits import NUM_CLASSES, build_digits_vit, digits_task
 from unifmoe_dist.dispatch import Arrivals, Dispatcher, Exchange
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.runtime.ranks import Ranks, running_ranks, seed_everything
+from unifmoe_dist.studies import timing
+from unifmoe_dist.studies.meters import process_peak
 from unifmoe_dist.studies.scaling.step_split import PARTS, split_step
 from unifmoe_dist.studies.scaling.volume import Traffic, Volume, counting_bytes, minimum_volume, tutel_volume
 from unifmoe_dist.train import build, deepspeed
@@ -30,49 +29,31 @@ from unifmoe_dist.upcycling import moe_layers
 
 @dataclass(frozen=True)
 class Layout:
-    """What a point varies.
+    """What a point varies."""
 
-    Args:
-        experts: Residual experts K per layer.
-        ranks: World size.
-        expert_parallel: Ranks that share one set of experts.
-        batch: Images per rank and step, five tokens each.
-        dispatcher: How tokens reach experts on other ranks.
-        zero: ZeRO stage.
-    """
-
-    experts: int
-    ranks: int
-    expert_parallel: int
-    batch: int
-    dispatcher: str
-    zero: int
+    experts: int  # residual experts K per layer
+    ranks: int  # world size
+    expert_parallel: int  # ranks that share one set of experts
+    batch: int  # images per rank and step, five tokens each
+    dispatcher: str  # how tokens reach experts on other ranks
+    zero: int  # ZeRO stage
 
 
 @dataclass(frozen=True)
 class Study:
     """What all points of a study have in common.
 
-    Args:
-        width: Model width D; experts are 4 D wide.
-        depth: Transformer layers; every second one, from the second on, is upcycled.
-        blocks: Blocks B per expert.
-        precision: fp32 or bf16.
-        warmup: Steps before timing.
-        steps: Timed steps.
-        threads: CPU threads per rank.
-
     Raises:
         UserError: a number that no study can have.
     """
 
-    width: int = 128
-    depth: int = 4
-    blocks: int = 8
-    precision: str = "fp32"
-    warmup: int = 3
-    steps: int = 9
-    threads: int = 1
+    width: int = 128  # model width D; experts are 4 D wide
+    depth: int = 4  # transformer layers; every second one, from the second on, is upcycled
+    blocks: int = 8  # blocks B per expert
+    precision: str = "fp32"  # or bf16
+    warmup: int = 3  # steps before timing
+    steps: int = 9  # timed steps
+    threads: int = 1  # CPU threads per rank
 
     def __post_init__(self) -> None:
         for name, least in (("depth", 2), ("warmup", 0), ("steps", 1), ("threads", 1)):
@@ -85,6 +66,11 @@ class Study:
     def layers(self) -> list[int]:
         return list(range(1, self.depth, 2))
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+        return 4 if self.precision == "fp32" else 2
+
 
 TOKENS_PER_IMAGE = 5
 _PROFILED_STEPS = 2
@@ -94,68 +80,38 @@ _PROFILED_STEPS = 2
 class Measurement:
     """Results of one point. Times are seconds; bytes are per token and UniF-MoE layer, forward and backward.
 
-    Args:
-        device: Kind of device: "cpu" or the GPU's name.
-        contention: CPU threads of all ranks per core, at least 1: how much slower shared cores make a rank; 1 on GPUs.
-        tokens: Tokens per step over all ranks.
-        tokens_per_second: Throughput of all ranks together.
-        step: Median over steps of the slowest rank's step.
-        step_spread: Half the interquartile range of those steps.
-        route: Part of the step: prototypes, decision and statistics; this and the next seven add up to `step` on CPU.
-        dispatch: Packing, and waiting for the rows that did not come while the shared expert was computed.
-        shared_experts: Computing the shared expert.
-        residual_experts: Computing the residual experts.
-        combine: Sending rows back and summing them.
-        all_reduce: Collectives of the engine, waits for the slowest rank included.
-        optimizer: Unscaling, clipping and stepping.
-        other: The rest of the model and of the step.
-        sent_bytes: Bytes that the dispatcher sent to other ranks, counted at the collective.
-        minimum_bytes: The least possible for the same routing.
-        tutel_bytes: Tutel's padded exchange for the same routing.
-        exchange_bytes: Counted bytes per step of the rank that sends most, over all layers.
-        exchange_messages: Messages to peers per rank and step.
-        memory: Highest peak over ranks of the bytes that training takes, from weights to buffers: allocated (GPU), or
-            resident beyond what the process held before the model was built, libraries not counted (CPU).
-        load_imbalance: Load of the busiest expert over the mean, averaged over layers.
-        blocks_per_token: Mean C_B.
-        experts_per_token: Mean k.
-        shared_per_token: Mean b.
-        rank_blocks: Blocks computed per step by the busiest rank, over all layers, forward.
-        dropped: (token, expert) pairs that routing chose and no expert received.
-        dense_parameters: Parameters that every rank holds.
-        expert_parameters: Parameters of residual experts that one rank holds.
-        loss: Task loss after the last timed step, as evidence of real training.
+    The parts of the step, `route` to `other`, add up to it on the CPU.
     """
 
-    device: str
-    contention: float
-    tokens: int
-    tokens_per_second: float
-    step: float
-    step_spread: float
-    route: float
-    dispatch: float
+    device: str  # "cpu" or the GPU's name
+    contention: float  # CPU threads of all ranks per core, at least 1: how much slower shared cores make a rank
+    tokens: int  # per step over all ranks
+    tokens_per_second: float  # of all ranks together
+    step: float  # median over steps of the slowest rank's step
+    step_spread: float  # half the interquartile range of those steps
+    route: float  # prototypes, decision and statistics
+    dispatch: float  # packing, and waiting for the rows that did not come while the shared expert was computed
     shared_experts: float
     residual_experts: float
-    combine: float
-    all_reduce: float
-    optimizer: float
-    other: float
-    sent_bytes: float
-    minimum_bytes: float
-    tutel_bytes: float
-    exchange_bytes: float
-    exchange_messages: float
-    memory: float
-    load_imbalance: float
-    blocks_per_token: float
-    experts_per_token: float
-    shared_per_token: float
-    rank_blocks: float
-    dropped: int
-    dense_parameters: int
-    expert_parameters: int
-    loss: float
+    combine: float  # sending rows back and summing them
+    all_reduce: float  # collectives of the engine, waits for the slowest rank included
+    optimizer: float  # unscaling, clipping and stepping
+    other: float  # the rest of the model and of the step
+    sent_bytes: float  # that the dispatcher sent to other ranks, counted at the collective
+    minimum_bytes: float  # the least possible for the same routing
+    tutel_bytes: float  # Tutel's padded exchange for the same routing
+    exchange_bytes: float  # per step of the rank that sends most, over all layers
+    exchange_messages: float  # to peers per rank and step
+    memory: float  # highest over ranks of the bytes that training takes, from weights to buffers (`process_peak`)
+    load_imbalance: float  # load of the busiest expert over the mean, averaged over layers
+    blocks_per_token: float  # mean C_B
+    experts_per_token: float  # mean k
+    shared_per_token: float  # mean b
+    rank_blocks: float  # blocks computed per step by the busiest rank, over all layers, forward
+    dropped: int  # (token, expert) pairs that routing chose and no expert received
+    dense_parameters: int  # that every rank holds
+    expert_parameters: int  # of residual experts that one rank holds
+    loss: float  # of the task after the last timed step, as evidence of real training
 
 
 def train_config(layout: Layout, study: Study) -> TrainConfig:
@@ -200,7 +156,7 @@ class _Point:
         seed_everything(0)
         self.inputs, self.labels = _digits(config.data.batch_size // ranks.world_size, ranks)
         deepspeed.load_all()  # or it would count as memory of training
-        self.memory_before = _peak_memory(ranks.device)
+        self.memory_before = process_peak(ranks.device)
         model = build.install_layers(config, _backbone(study), ranks)
         self.model, self.layers = model, moe_layers(model)
         self.parameters = _count_parameters(model)
@@ -218,7 +174,7 @@ class _Point:
             self.step()
         collect_usage(self.model, self.ranks)  # forgets the warm-up
         step, spread, loss = self._time_steps()
-        memory = _peak_memory(self.ranks.device) - self.memory_before
+        memory = process_peak(self.ranks.device) - self.memory_before
         usage = list(collect_usage(self.model, self.ranks).values())
         parts = split_step(self.step, step, _PROFILED_STEPS, self.ranks.device)
         results: dict[str, Any] = self._count_exchange()
@@ -233,10 +189,10 @@ class _Point:
             step=step,
             step_spread=spread,
             memory=self._over_ranks([memory], dist.ReduceOp.MAX)[0],
-            load_imbalance=_mean([max(u.expert_load) * len(u.expert_load) / sum(u.expert_load) for u in usage]),
-            blocks_per_token=_mean([u.block_compute for u in usage]),
-            experts_per_token=_mean([u.expert_count for u in usage]),
-            shared_per_token=_mean([u.shared_block_count for u in usage]),
+            load_imbalance=fmean([max(u.expert_load) * len(u.expert_load) / sum(u.expert_load) for u in usage]),
+            blocks_per_token=fmean([u.block_compute for u in usage]),
+            experts_per_token=fmean([u.expert_count for u in usage]),
+            shared_per_token=fmean([u.shared_block_count for u in usage]),
             dense_parameters=self.parameters[0],
             expert_parameters=self.parameters[1],
             loss=self._mean_over_ranks([float(loss)])[0],
@@ -245,13 +201,13 @@ class _Point:
 
     def _time_steps(self) -> tuple[float, float, Tensor]:
         self.ranks.barrier()
-        seconds, loss = [], torch.zeros(())
-        for _ in range(self.study.steps):
-            started = time.perf_counter()
+        loss = torch.zeros(())
+
+        def step() -> None:
+            nonlocal loss
             loss = self.step()
-            if self.ranks.device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - started)
+
+        seconds = [timing.seconds(step, self.ranks.device) for _ in range(self.study.steps)]
         slowest = torch.tensor(self._over_ranks(seconds, dist.ReduceOp.MAX), dtype=torch.float64)
         low, median, high = torch.quantile(slowest, torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
         return median, (high - low) / 2, loss
@@ -354,18 +310,3 @@ def _count_parameters(model: nn.Module) -> tuple[int, int]:
 def available_cores() -> int:
     """CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-
-
-def _peak_memory(device: torch.device) -> int:
-    """Peak bytes so far: allocated on a GPU; on the CPU resident, without the files and libraries that are mapped."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if not status.is_file():  # not Linux
-        return (1 if sys.platform == "darwin" else 1024) * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    kilobytes = {line.split(":")[0]: line.split()[1] for line in status.read_text().splitlines() if line.endswith("kB")}
-    return 1024 * (int(kilobytes["VmHWM"]) - int(kilobytes["RssFile"]) - int(kilobytes["RssShmem"]))
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)

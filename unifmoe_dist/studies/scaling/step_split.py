@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 from torch.autograd import DeviceType
 
 from unifmoe_dist.profiling import PREFIX, profile_range
+from unifmoe_dist.studies import timing
 
 PARTS = ("route", "dispatch", "shared_experts", "residual_experts", "combine", "all_reduce", "optimizer", "other")
 """`all_reduce` is every collective of the engine: gradient reduction and, with ZeRO, gathering parameters. `other` is
@@ -20,18 +20,9 @@ the dense rest of the model, forward and backward, and the step's fixed work."""
 
 _BACKWARD = "autograd::engine::evaluate_function: "
 _COLLECTIVES = (
-    "all_reduce",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_fn",
-    "reduce_scatter_tensor",
-    "all_gather",
-    "all_gather_into_tensor",
-    "allgather_fn",
-    "all_gather_coalesced",
-    "all_reduce_coalesced",
-    "broadcast",
-)
+    "all_reduce reduce reduce_scatter reduce_scatter_fn reduce_scatter_tensor all_gather all_gather_into_tensor "
+    "allgather_fn all_gather_coalesced all_reduce_coalesced broadcast"
+).split()
 
 
 @contextmanager
@@ -87,14 +78,12 @@ def recording_cost(operations: int = 1000, rounds: int = 5) -> float:
     """Nanoseconds by which recording lengthens one small operation, the least of several rounds."""
     x = torch.zeros(1)
 
+    def operate() -> None:
+        for _ in range(operations):
+            torch.neg(x)
+
     def best() -> float:
-        times = []
-        for _ in range(rounds):
-            started = time.perf_counter_ns()
-            for _ in range(operations):
-                torch.neg(x)
-            times.append(time.perf_counter_ns() - started)
-        return min(times) / operations
+        return 1e9 * min(timing.seconds(operate, x.device) for _ in range(rounds)) / operations
 
     plain = best()
     with _recording(cuda=False):
@@ -170,15 +159,9 @@ def _events(recording: torch.profiler.profile) -> list[Event]:
 
 
 def _events_with_kernels(recording: torch.profiler.profile) -> list[Event]:
+    found = [e for e in recording.events() or [] if e.device_type == DeviceType.CPU and not e.is_async]
+    times = [(round(1e3 * e.time_range.start), round(1e3 * e.time_range.end)) for e in found]
     return [
-        Event(
-            e.name,
-            e.thread,
-            round(1e3 * e.time_range.start),
-            round(1e3 * e.time_range.end),
-            e.sequence_nr,
-            1e3 * e.self_device_time_total,
-        )
-        for e in recording.events() or []
-        if e.device_type == DeviceType.CPU and not e.is_async
+        Event(e.name, e.thread, *span, e.sequence_nr, 1e3 * e.self_device_time_total)
+        for e, span in zip(found, times, strict=True)
     ]

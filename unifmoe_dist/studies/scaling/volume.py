@@ -19,15 +19,21 @@ Saying which experts the gates belong to, and how many rows come, is not part of
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from scipy.special import binom
 from torch import Tensor
+
+from unifmoe_dist.studies.records import markdown
 
 GATE_BYTES = 4
 _COUNT_BYTES = 4 * 8  # what alltoall announces to each peer: its rows, its gates, and who wants gradients, int64
@@ -50,25 +56,15 @@ class Volume:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank's tokens ask of an exchange.
+    """What one rank's tokens ask of an exchange."""
 
-    Args:
-        crossings: (token, remote rank) pairs with at least one active expert.
-        gates: Active (token, expert) pairs on remote ranks.
-        num_experts: Experts K over all ranks.
-        num_blocks: Blocks B.
-        group_size: Ranks of the expert-parallel group.
-        row_bytes: model_dim * itemsize.
-        largest_load: Tokens of this rank at the most loaded expert.
-    """
-
-    crossings: float
-    gates: float
-    num_experts: int
-    num_blocks: int
-    group_size: int
-    row_bytes: int
-    largest_load: float
+    crossings: float  # (token, remote rank) pairs with at least one active expert
+    gates: float  # active (token, expert) pairs on remote ranks
+    num_experts: int  # K over all ranks
+    num_blocks: int  # B
+    group_size: int  # ranks of the expert-parallel group
+    row_bytes: int  # model_dim * itemsize
+    largest_load: float  # tokens of this rank at the most loaded expert
 
     @staticmethod
     def of(gates: Tensor, num_blocks: int, row_bytes: int, group_size: int, rank: int) -> Traffic:
@@ -120,17 +116,10 @@ def expected_traffic(
     """Expected traffic of `tokens` tokens whose k experts lie anywhere with equal chance.
 
     With K / group_size experts on a rank, it holds none of a token's k with the hypergeometric chance
-    C(K - K / group_size, k) / C(K, k), continued to fractional k by gamma functions.
+    C(K - K / group_size, k) / C(K, k), also of a fractional k.
     """
     away, k = num_experts - num_experts // group_size, experts_per_token
-    absent = 0.0
-    if k <= away:
-        absent = math.exp(
-            math.lgamma(away + 1)
-            - math.lgamma(away - k + 1)
-            - math.lgamma(num_experts + 1)
-            + math.lgamma(num_experts - k + 1)
-        )
+    absent = float(binom(away, k) / binom(num_experts, k)) if k <= away else 0.0
     return Traffic(
         crossings=tokens * (group_size - 1) * (1.0 - absent),
         gates=tokens * k * (group_size - 1) / group_size,
@@ -142,12 +131,12 @@ def expected_traffic(
     )
 
 
+@dataclass
 class ByteCount:
     """Running totals of one rank: bytes to other ranks, and messages (one per peer and collective)."""
 
-    def __init__(self) -> None:
-        self.bytes = 0
-        self.messages = 0
+    bytes: int = 0
+    messages: int = 0
 
 
 @contextmanager
@@ -155,20 +144,15 @@ def counting_bytes() -> Iterator[ByteCount]:
     """Count what this rank hands to torch.distributed.all_to_all_single for other ranks, small exchanges included."""
     count, original = ByteCount(), dist.all_to_all_single
 
-    def counted(
-        output: Tensor,
-        input: Tensor,
-        output_split_sizes: list[int] | None = None,
-        input_split_sizes: list[int] | None = None,
-        group: Any = None,
-        async_op: bool = False,
-    ) -> Any:
+    @wraps(original)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        sent, group = given["input"], given.get("group")
         size, rank = dist.get_world_size(group), dist.get_rank(group)
-        row = input.element_size() * math.prod(input.shape[1:])
-        splits = input_split_sizes or [input.shape[0] // size] * size
-        count.bytes += row * (sum(splits) - splits[rank])
+        splits = given.get("input_split_sizes") or [len(sent) // size] * size
+        count.bytes += sent.element_size() * math.prod(sent.shape[1:]) * (sum(splits) - splits[rank])
         count.messages += size - 1
-        return original(output, input, output_split_sizes, input_split_sizes, group=group, async_op=async_op)
+        return original(*args, **kwargs)
 
     dist.all_to_all_single = counted
     try:
@@ -178,33 +162,6 @@ def counting_bytes() -> Iterator[ByteCount]:
 
 
 # -- the comparison on synthetic routing -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class VolumeRow:
-    """One line of the comparison: bytes per token of one layer, forward and backward together.
-
-    Args:
-        routing: "uniform" or "skewed".
-        experts: K.
-        ranks: World size.
-        group_size: Expert-parallel size: the largest that divides both K and `ranks`.
-        experts_per_token: Mean k.
-        load_imbalance: Load of the busiest expert over the mean.
-        minimum: Least bytes per token.
-        alltoall: Bytes per token counted at the collective.
-        tutel: Bytes per token of Tutel's padded exchange.
-    """
-
-    routing: str
-    experts: int
-    ranks: int
-    group_size: int
-    experts_per_token: float
-    load_imbalance: float
-    minimum: float
-    alltoall: float
-    tutel: float
 
 
 def synthetic_tokens(tokens: int, router_weight: Tensor, skewed: bool, generator: torch.Generator) -> Tensor:
@@ -225,7 +182,9 @@ def measure_volume(experts: int, skewed: bool, tokens: int, model_dim: int, num_
     """Run on every rank of a job: one forward and backward of a dispatcher over synthetic routing, bytes counted.
 
     Returns:
-        The numbers of VolumeRow, the same on every rank, and "formula", the bytes per token of `alltoall_volume`.
+        The same on every rank: bytes per token, forward and backward, at the least ("minimum"), counted at the
+        collective ("alltoall"), by `alltoall_volume` ("formula") and of Tutel's padded exchange ("tutel"); mean k
+        ("experts_per_token"), the busiest expert's load over the mean, and the expert-parallel size ("group_size").
     """
     from unifmoe_dist.dispatch.alltoall import AllToAllDispatcher
     from unifmoe_dist.routing import Router
@@ -247,22 +206,16 @@ def measure_volume(experts: int, skewed: bool, tokens: int, model_dim: int, num_
                 arrived = exchange.arrivals()
                 exchange.combine(arrived.x * arrived.gates.sum(1, keepdim=True)).sum().backward()
                 dist.all_reduce(capacity, op=dist.ReduceOp.MAX, group=ranks.expert_group)
-        totals = ranks.all_sum(
-            torch.tensor(
-                [
-                    tokens,
-                    routing.expert_count.sum(),
-                    minimum_volume(traffic).total,
-                    count.bytes,
-                    tutel_volume(traffic, int(capacity)).total,
-                    alltoall_volume(traffic).total,
-                ],
-                dtype=torch.float64,
-            )
-        )
+        found = {
+            "experts_per_token": routing.expert_count.sum(),
+            "minimum": minimum_volume(traffic).total,
+            "alltoall": count.bytes,
+            "tutel": tutel_volume(traffic, int(capacity)).total,
+            "formula": alltoall_volume(traffic).total,
+        }
+        totals = ranks.all_sum(torch.tensor([tokens, *found.values()], dtype=torch.float64))
         load = ranks.all_sum((routing.gates != 0).sum(0))
-        names = ("experts_per_token", "minimum", "alltoall", "tutel", "formula")
-        result = dict(zip(names, (totals[1:] / totals[0]).tolist(), strict=True))
+        result = dict(zip(found, (totals[1:] / totals[0]).tolist(), strict=True))
         return {**result, "group_size": size, "load_imbalance": float(load.max() / load.mean())}
 
 
@@ -272,33 +225,29 @@ def volume_table(
     tokens: int = 2048,
     model_dim: int = 384,
     num_blocks: int = 8,
-) -> list[VolumeRow]:
-    """Compare the volumes for uniform and skewed routing, float32, `tokens` tokens per rank; starts its own ranks."""
+) -> str:
+    """Markdown table of volumes in KB (1,000 bytes) per token and layer, forward and backward, on ranks started here.
+
+    Routing is uniform and skewed, numbers are float32, with `tokens` tokens per rank.
+    """
     from unifmoe_dist.runtime.local_ranks import run_local_ranks
 
     rows = []
-    for world in ranks:
-        for routing in ("uniform", "skewed"):
-            for k in experts:
-                values = run_local_ranks(world, measure_volume, k, routing == "skewed", tokens, model_dim, num_blocks)[
-                    0
-                ]
-                del values["formula"]
-                rows.append(VolumeRow(routing=routing, experts=k, ranks=world, **values))
-    return rows
-
-
-def format_volume_table(rows: Sequence[VolumeRow]) -> str:
-    """Markdown table of volumes in KB (1,000 bytes) per token and layer, forward and backward."""
-    lines = [
-        "| ranks | expert-parallel size | routing | K | mean k | busiest expert / mean | minimum (KB/token) "
-        "| alltoall (KB/token) | alltoall / minimum | Tutel, padded (KB/token) | Tutel / alltoall |",
-        "|" + " ---: |" * 2 + " --- |" + " ---: |" * 8,
-    ]
-    for r in rows:
-        lines.append(
-            f"| {r.ranks} | {r.group_size:.0f} | {r.routing} | {r.experts} | {r.experts_per_token:.2f} "
-            f"| {r.load_imbalance:.2f} | {r.minimum / 1e3:.3f} | {r.alltoall / 1e3:.3f} "
-            f"| {r.alltoall / r.minimum:.4f} | {r.tutel / 1e3:.3f} | {r.tutel / r.alltoall:.2f} |"
+    for world, routing, k in product(ranks, ("uniform", "skewed"), experts):
+        r, *_ = run_local_ranks(world, measure_volume, k, routing == "skewed", tokens, model_dim, num_blocks)
+        rows.append(
+            {
+                "ranks": world,
+                "expert-parallel size": r["group_size"],
+                "routing": routing,
+                "K": k,
+                "mean k": f"{r['experts_per_token']:.2f}",
+                "busiest expert / mean": f"{r['load_imbalance']:.2f}",
+                "minimum (KB/token)": f"{r['minimum'] / 1e3:.3f}",
+                "alltoall (KB/token)": f"{r['alltoall'] / 1e3:.3f}",
+                "alltoall / minimum": f"{r['alltoall'] / r['minimum']:.4f}",
+                "Tutel, padded (KB/token)": f"{r['tutel'] / 1e3:.3f}",
+                "Tutel / alltoall": f"{r['tutel'] / r['alltoall']:.2f}",
+            }
         )
-    return "\n".join(lines)
+    return markdown(rows, left=("routing",))

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> None:
             raise UserError(f"{name} must be at least 1, not {value}.")
     if not -1 <= options.delta <= 1:
         raise UserError(f"--delta is a cosine, from -1 to 1, not {options.delta:g}.")
-    from unifmoe_dist.studies.run_report import StudyOptions, can_be_diagnosed, load_run, write_report
+    from unifmoe_dist.studies.run_report import StudyOptions, can_be_diagnosed, load_run, report_runs
 
     folders: list[Path] = [options.run] if options.compare is None else [options.run, options.compare]
     if len({folder.resolve() for folder in folders}) < len(folders):
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> None:
         **({} if options.tokens is None else {"most_tokens": options.tokens}),
     )
     command = shlex.join(["python", "launch/analyze.py", *arguments])
-    print(write_report(runs, options.output or options.run / folder_name(options), wanted, command))
+    print(report_runs(runs, options.output or options.run / folder_name(options), wanted, command))
 
 
 def folder_name(options: argparse.Namespace) -> str:

@@ -15,56 +15,38 @@ resumes what is half done and retries what failed. Two sweeps on one folder shar
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from unifmoe_dist import resources
-from unifmoe_dist.data.registry import TASKS, find_task
+from unifmoe_dist.data.registry import TASKS
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.studies.sweep.plan import Run, Selection, expand
+from unifmoe_dist.studies.sweep.plan import Selection, expand
 from unifmoe_dist.studies.tables import SEEDS, TABLES
 from unifmoe_dist.train.cli import parse_train_config, run_main
 from unifmoe_dist.train.options import OptionParser
-
-if TYPE_CHECKING:
-    from unifmoe_dist.studies.sweep.run_folder import State
 
 
 def parser() -> OptionParser:
     result = OptionParser("sweep.py", description=__doc__)
     what = result.add_argument_group("what to run: a table, a part of one, or a grid of its own")
+    several = partial(what.add_argument, nargs="+", default=[])
     what.add_argument("--table", choices=TABLES, help="the runs of a table or figure of the paper")
-    what.add_argument("--config", type=_configuration, help="base configuration, in place of the data sets' own")
     what.add_argument(
-        "--tasks",
-        nargs="+",
-        choices=TASKS,
-        metavar="TASK",
-        default=[],
-        help=f"data sets: {', '.join(TASKS)} (the table's, or that of --config)",
+        "--config",
+        type=lambda path: Path(resources.config(path)),
+        help="base configuration, in place of the data sets' own",
     )
-    what.add_argument(
-        "--methods",
-        nargs="+",
-        metavar="METHOD",
-        default=[],
-        help="dense, top1 ... top8, gmoe, ..., unif-lambda-0.1 (the table's)",
-    )
-    what.add_argument("--held-out", nargs="+", metavar="ENVIRONMENT", default=[], help="environments (all, in turn)")
-    what.add_argument("--seeds", type=int, nargs="+", metavar="N", default=list(SEEDS), help="seeds (0 1 2)")
-    what.add_argument(
-        "--lr",
-        type=float,
-        nargs="+",
-        metavar="RATE",
-        default=[],
-        help="learning rates, chosen by validation (GLUE: 2e-5 3e-5 5e-5; else config)",
-    )
-    what.add_argument("--set", nargs="+", metavar="KEY=VALUE", default=[], help="options of every run")
+    known = ", ".join(TASKS)
+    several("--tasks", choices=TASKS, metavar="TASK", help=f"data sets: {known} (the table's, or that of --config)")
+    several("--methods", metavar="METHOD", help="dense, top1 ... top8, gmoe, ..., unif-lambda-0.1 (the table's)")
+    several("--held-out", metavar="ENVIRONMENT", help="environments (all, in turn)")
+    several("--seeds", type=int, metavar="N", default=list(SEEDS), help="seeds (0 1 2)")
+    rates = "learning rates, chosen by validation (GLUE: 2e-5 3e-5 5e-5; else config)"
+    several("--lr", type=float, metavar="RATE", help=rates)
+    several("--set", metavar="KEY=VALUE", help="options of every run")
     how = result.add_argument_group("how to run it")
     how.add_argument("--output", type=Path, default=Path("runs/sweeps"), help="folder of all runs (runs/sweeps)")
     how.add_argument("--gpus", nargs="+", metavar="GPU", help="GPUs, by index, one run each (all there are)")
@@ -74,22 +56,20 @@ def parser() -> OptionParser:
     return result
 
 
-def _configuration(path: str) -> Path:
-    return Path(resources.config(path))
-
-
 def main(arguments: Sequence[str]) -> None:
     options = parser().parse_args(arguments)
     runs = expand(selection(options), options.output, resources.folder("configs"))
     from unifmoe_dist.studies.sweep.run_folder import State, state_of
 
     if options.dry_run:
+        from unifmoe_dist.studies.sweep.estimate import describe
+
         print(describe(runs, [state_of(run) for run in runs], options.discard_checkpoints))
         return
-    from unifmoe_dist.studies.sweep.inputs import check_inputs
+    from unifmoe_dist.studies.sweep.inputs import check_inputs, places
     from unifmoe_dist.studies.sweep.pool import run_all
 
-    chosen = places(options)
+    chosen = places(options.gpus, options.jobs)
     check_inputs([run for run in runs if state_of(run) is not State.FINISHED])
     outcome = run_all(runs, chosen, discard_checkpoints=options.discard_checkpoints)
     print(
@@ -132,57 +112,6 @@ def selection(options: argparse.Namespace) -> Selection:
         options.set,
         options.config,
     )
-
-
-def places(options: argparse.Namespace) -> list[dict[str, str]]:
-    """Environment variables of each place for a run.
-
-    Raises:
-        UserError: a GPU does not exist, or GPUs were asked for where there is none.
-    """
-    import torch
-
-    count = torch.cuda.device_count()
-    if options.gpus is None and (count == 0 or options.jobs is not None):
-        if options.jobs is not None and options.jobs < 1:
-            raise UserError(f"--jobs must be at least 1, not {options.jobs}.")
-        # One thread each, or runs side by side would slow one another down.
-        place = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        return [place] * (options.jobs or os.cpu_count() or 1)
-    if options.jobs is not None:
-        raise UserError("--gpus and --jobs exclude each other: a GPU takes one run at a time.")
-    gpus = options.gpus or [str(index) for index in range(count)]
-    for gpu in gpus:
-        if not (gpu.isdecimal() and int(gpu) < count):
-            raise UserError(f"--gpus {gpu} does not exist; this machine has {count} GPUs, numbered from 0.")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    named = visible if len(visible) == count else [str(index) for index in range(count)]
-    return [{"CUDA_VISIBLE_DEVICES": named[int(gpu)]} for gpu in gpus]
-
-
-def describe(runs: Sequence[Run], states: Sequence[State], discard_checkpoints: bool) -> str:
-    """The run list, and the hours and disk it needs."""
-    from unifmoe_dist.studies.sweep.estimate import estimate
-    from unifmoe_dist.studies.sweep.run_folder import State
-
-    lines = [f"{state.value:10s} {run.name}  ->  {run.folder}" for run, state in zip(runs, states, strict=True)]
-    counts = Counter(states)
-    lines.append(f"\n{len(runs)} runs: " + ", ".join(f"{counts[state]} {state.value}" for state in State))
-    needs = estimate(runs, states)
-    for task, hours in needs.hours.items():
-        number = sum(run.task == task and state is not State.FINISHED for run, state in zip(runs, states, strict=True))
-        lines.append(f"  {find_task(task).title}: {number} runs, {hours:,.1f} h")
-    unit = "GPU hours (RTX 3090)" if any(find_task(task).family for task in needs.hours) else "CPU-core hours"
-    lines.append(f"time: {sum(needs.hours.values()):,.1f} {unit}")
-    if needs.unknown:
-        lines.append(f"      and {needs.unknown} runs for which there is no basis yet")
-    kept = 0.0 if discard_checkpoints else needs.checkpoint_gb
-    lines.append(f"disk: {needs.data_gb:,.1f} GB of data sets, {kept:,.1f} GB of checkpoints")
-    if kept > 100:
-        lines[-1] += f" ({len(runs)} runs; --discard-checkpoints keeps none)"
-    lines.append("assumptions:")
-    lines += [f"  - {sentence}" for sentence in needs.assumptions]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

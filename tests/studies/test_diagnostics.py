@@ -12,12 +12,11 @@ import torch
 from tests.support.experts import FAST, identity_experts
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.studies.diagnostics import FrozenExperts, RouterTraining, Settings, diagnose, write_diagnosis
-from unifmoe_dist.studies.diagnostics.alignment import shared_sets, value_alignment
-from unifmoe_dist.studies.diagnostics.coactivation import coactivation_frequency, pearson
+from unifmoe_dist.studies.diagnostics.channels import shared_sets, value_alignment
 from unifmoe_dist.studies.diagnostics.demand_statistics import HIGH, LOW
-from unifmoe_dist.studies.diagnostics.pairs import as_matrix, expert_pairs, top_pair
+from unifmoe_dist.studies.diagnostics.pairs import as_matrix, coactivation_frequency, expert_pairs, pearson, top_pair
 from unifmoe_dist.studies.diagnostics.reconstruction import Reconstruction
-from unifmoe_dist.studies.diagnostics.router_training import top2_gates, train_router
+from unifmoe_dist.studies.diagnostics.routers import top2_gates, train_router
 from unifmoe_dist.studies.diagnostics.transitions import rank_transition
 
 # -- observation 1 ---------------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.studies.diagnostics import FrozenExperts, RouterTraining, train_router_on_task
-from unifmoe_dist.studies.diagnostics.alignment import shared_sets
+from unifmoe_dist.studies.diagnostics.channels import shared_sets
 from unifmoe_dist.studies.diagnostics.pairs import top_pair
-from unifmoe_dist.studies.diagnostics.task_router import _ResidualOutput
+from unifmoe_dist.studies.diagnostics.routers import ResidualOutput
 from unifmoe_dist.studies.usage.capture import capture
 from unifmoe_dist.upcycling import moe_layers, upcycle
 
@@ -76,7 +76,7 @@ def test_the_new_router_routes_residual_positions_alone():
     sets = shared_sets(experts, delta=0.1)
     assert 0 < sets.ratio.min() and sets.ratio.max() < 1
     weight, x = torch.randn(4, 16), torch.randn(2, 3, 16)
-    got = _ResidualOutput(experts.to(torch.float32), sets, weight)(layer, (x,), {}, torch.empty(2, 3, 16))
+    got = ResidualOutput(experts.to(torch.float32), sets, weight)(layer, (x,), {}, torch.empty(2, 3, 16))
     tokens = x.reshape(6, 16)
     scores, logits = layer.route(tokens).affinity, tokens @ weight.T
     parts = experts.activations(tokens)  # (4, 6, C)

@@ -15,7 +15,7 @@ from tests.support.jobs import run_job
 from tests.support.tiny_images import make_benchmark
 from unifmoe_dist.data.digits import MEAN, STD, digits_task
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.studies.html import write
+from unifmoe_dist.studies import page as page_module
 from unifmoe_dist.studies.usage.masks import match_masks, patch_elements, read_mask, read_names
 
 
@@ -101,7 +101,7 @@ def test_label_images_are_read_as_numbers(tmp_path, monkeypatch):
 
 
 def test_image_folders_with_masks(tmp_path, monkeypatch):
-    monkeypatch.setattr(write, "save", lambda figure, path: path.touch())  # drawing is another test's
+    monkeypatch.setattr(page_module, "save", lambda figure, path: path.touch())  # drawing is another test's
     with pytest.warns(UserWarning, match="not VLCS's"):
         data = make_benchmark(tmp_path, "vlcs", per_class=2, size=32)
         words = [

@@ -13,11 +13,16 @@ import torch.nn.functional as F
 
 from tests.support.experts import FAST, identity_experts, random_experts
 from unifmoe_dist.studies.diagnostics import FrozenExperts, Settings, diagnose
-from unifmoe_dist.studies.diagnostics.alignment import shared_sets
-from unifmoe_dist.studies.diagnostics.demand import functional_demand, prefix_errors
+from unifmoe_dist.studies.diagnostics.channels import shared_sets
 from unifmoe_dist.studies.diagnostics.demand_statistics import HIGH, LOW, demand_statistics
 from unifmoe_dist.studies.diagnostics.pairs import expert_order, expert_pairs, top_pair
-from unifmoe_dist.studies.diagnostics.reconstruction import Reconstruction, reconstruction_problems, responses
+from unifmoe_dist.studies.diagnostics.reconstruction import (
+    Reconstruction,
+    functional_demand,
+    prefix_errors,
+    reconstruction_problems,
+    responses,
+)
 
 # -- observation 3 ---------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from tests.support.jobs import draw, run_job
 from tests.support.pages import Reader
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods.registry import METHODS
-from unifmoe_dist.studies.html import write
+from unifmoe_dist.studies import page as page_module
 from unifmoe_dist.studies.run_report import costs as costs_module
 from unifmoe_dist.studies.run_report import load_run
 
@@ -176,7 +176,7 @@ def test_a_top_2_run_whose_experts_share_nothing(runs, empty_files):
 @pytest.fixture
 def empty_files(monkeypatch):
     """Figures beside the page without content: other tests draw them, and here they only take time."""
-    monkeypatch.setattr(write, "save", lambda figure, path: path.touch())
+    monkeypatch.setattr(page_module, "save", lambda figure, path: path.touch())
 
 
 def test_two_runs_side_by_side_with_the_cost_of_every_method(runs, empty_files, monkeypatch):

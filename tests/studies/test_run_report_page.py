@@ -8,16 +8,16 @@ import torch
 
 from tests.support.pages import Reader
 from unifmoe_dist.studies.figures.training import compute_figure, curves_figure, usage_figure
-from unifmoe_dist.studies.html import Code, KeyNumber, Number, Page, Section, Table, Text, write_page
-from unifmoe_dist.studies.html.write import prose, render
+from unifmoe_dist.studies.page import Code, KeyNumber, Number, Page, Section, Table, prose, render, write_page
 from unifmoe_dist.studies.run_report.loading import layer_names
 from unifmoe_dist.studies.run_report.usage_sections import demand_threshold
 
 
 def test_a_page_escapes_all_that_it_is_given(tmp_path):
     evil = "<script>alert('&')</script>"
-    table = Table("t", evil, [evil, "value"], [[evil, Number(0.1, ".0%", evil)], ["none", Number(float("nan"))]])
-    page = Page(evil, evil, [KeyNumber(evil, Number(1), evil)], [Section(evil, [Text(evil), Code(evil, evil), table])])
+    rows = [{evil: evil, "value": Number(0.1, ".0%", evil)}, {evil: "none", "value": Number(float("nan"))}]
+    table = Table("t", evil, rows)
+    page = Page(evil, evil, [KeyNumber(evil, Number(1), evil)], [Section(evil, [evil, Code(evil, evil), table])])
     read = Reader(render(page))
     assert not read.named("script") and read.text.count(evil) == 14
     assert read.tables["t"][1][1].startswith("0.1") and read.tables["t"][2] == ["none", "–"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import astuple
 
 import pytest
 import torch
@@ -13,19 +12,10 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.routing import Router, Routing
 from unifmoe_dist.studies.diagnostics import RouterTraining, Settings, diagnose
 from unifmoe_dist.studies.diagnostics.channels import FrozenExperts
-from unifmoe_dist.studies.figures import (
-    coactivation_figure,
-    coactivation_graph,
-    demand_figure,
-    distribution_figure,
-    element_figure,
-    gram_figure,
-    load_figure,
-    patch_figure,
-    save,
-    text_figure,
-    transition_figure,
-)
+from unifmoe_dist.studies.figures.diagnostics import coactivation_figure, demand_figure, transition_figure
+from unifmoe_dist.studies.figures.maps import element_figure, patch_figure, text_figure
+from unifmoe_dist.studies.figures.style import save
+from unifmoe_dist.studies.figures.usage import coactivation_graph, distribution_figure, gram_figure, load_figure
 from unifmoe_dist.studies.usage.capture import Capture
 from unifmoe_dist.studies.usage.maps import (
     PatchGrid,
@@ -155,7 +145,7 @@ def test_text_compute_by_hand():
     assert [t.block_compute for t in got] == [[4, 6, 6], [6]]
     assert [t.expert_count for t in got] == [[1, 2, 2], [3]]
     means = token_means([TextCompute(["a", "b", "a"], [4, 6, 5], [1, 2, 2]), TextCompute(["b"], [6], [3])])
-    assert [astuple(mean) for mean in means] == [("b", 6, 2.5, 2), ("a", 4.5, 1.5, 2)]
+    assert list(means.itertuples(index=False, name=None)) == [("b", 6, 2.5, 2), ("a", 4.5, 1.5, 2)]
     with pytest.raises(UserError, match="text 0 has 1 token strings, but its token at position 2"):
         text_compute(captured(routing_by_hand(), [0, 0, 0, 1], [0, 1, 2, 0]), [["a"], ["d"]])
 

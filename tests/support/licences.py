@@ -29,6 +29,7 @@ PURPOSES = {
     "transformers": "language backbones, schedules",
     "datasets": "GLUE",
     "numpy": "arrays",
+    "pandas": "tables of results",
     "pillow": "image files",
     "scipy": "EMoE's balanced clustering, statistics",
     "scikit-learn": "digits, linear baseline",

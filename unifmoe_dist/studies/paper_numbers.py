@@ -1,7 +1,7 @@
 """The paper's own numbers, as its tables print them: reports put them beside measurements, estimates rest on them.
 
-A score is `(mean, standard deviation)`; the deviation is None where the paper gives none. A missing entry is one that
-the paper leaves out. Means are those of the main tables, deviations those of the appendix.
+A score is `(mean, standard deviation)`; the deviation is None where the paper gives none. A missing entry (-) is one
+that the paper leaves out. Means are those of the main tables, deviations those of the appendix.
 """
 
 from __future__ import annotations
@@ -11,159 +11,61 @@ Score = tuple[float, float | None]
 AVERAGE = "average"
 """Key of a row's mean over data sets."""
 
-DOMAINBED: dict[str, dict[str, Score]] = {
-    "dense": {
-        "pacs": (86.2, 0.1),
-        "vlcs": (79.7, 0.0),
-        "officehome": (72.2, 0.4),
-        "terraincognita": (42.0, 0.8),
-        "domainnet": (47.3, 0.2),
-        AVERAGE: (65.5, None),
-    },
-    "gmoe": {
-        "pacs": (88.1, 0.1),
-        "vlcs": (80.2, 0.2),
-        "officehome": (74.2, 0.4),
-        "terraincognita": (48.5, 0.4),
-        "domainnet": (48.7, 0.2),
-        AVERAGE: (67.9, None),
-    },
-    "emoe": {"pacs": (87.8, 0.2), "vlcs": (79.5, 0.4), "officehome": (73.1, 0.2), "terraincognita": (45.9, 0.3)},
-    "emoe-learn": {"pacs": (87.2, 0.4), "vlcs": (79.6, 0.2), "officehome": (72.5, 0.2), "terraincognita": (46.1, 0.4)},
-    "lfme": {
-        "pacs": (88.7, 0.2),
-        "vlcs": (79.7, 0.1),
-        "officehome": (73.1, 0.2),
-        "terraincognita": (53.4, 0.4),
-        "domainnet": (47.5, 0.0),
-        AVERAGE: (68.5, None),
-    },
-    "dmda": {
-        "pacs": (88.1, None),
-        "vlcs": (79.4, None),
-        "officehome": (69.4, None),
-        "terraincognita": (49.5, None),
-        "domainnet": (45.8, None),
-        AVERAGE: (66.4, None),
-    },
-    "pcmoe": {
-        "pacs": (89.4, None),
-        "vlcs": (80.0, None),
-        "officehome": (74.1, None),
-        "terraincognita": (49.9, None),
-        "domainnet": (48.5, None),
-        AVERAGE: (68.4, None),
-    },
-    "dynmoe": {
-        "pacs": (88.4, None),
-        "vlcs": (80.3, None),
-        "officehome": (73.6, None),
-        "terraincognita": (48.9, 0.5),
-        "domainnet": (48.2, None),
-        AVERAGE: (67.9, None),
-    },
-    "mass": {"pacs": (88.7, None), "vlcs": (81.1, None), "officehome": (73.8, None), "terraincognita": (47.5, None)},
-    "unif": {
-        "pacs": (89.6, 0.1),
-        "vlcs": (81.7, 0.3),
-        "officehome": (74.2, 0.2),
-        "terraincognita": (52.6, 0.3),
-        "domainnet": (49.4, 0.1),
-        AVERAGE: (69.5, None),
-    },
-}
+
+def _scores(printed: str) -> dict[str, dict[str, Score]]:
+    """Scores by row and column of a table as it is printed, `mean±deviation`."""
+    (_, *columns), *rows = (line.split() for line in printed.strip().splitlines())
+    return {
+        name: {
+            column: (float(mean), float(deviation) if deviation else None)
+            for column, (mean, _, deviation) in zip(columns, (word.partition("±") for word in words), strict=True)
+            if mean != "-"
+        }
+        for name, *words in rows
+    }
+
+
+def _values(printed: str) -> dict[str, dict[str, float]]:
+    """Values by row and column of a table without deviations."""
+    return {name: {column: mean for column, (mean, _) in row.items()} for name, row in _scores(printed).items()}
+
+
+DOMAINBED = _scores("""
+    method      pacs      vlcs      officehome  terraincognita  domainnet  average
+    dense       86.2±0.1  79.7±0.0  72.2±0.4    42.0±0.8        47.3±0.2   65.5
+    gmoe        88.1±0.1  80.2±0.2  74.2±0.4    48.5±0.4        48.7±0.2   67.9
+    emoe        87.8±0.2  79.5±0.4  73.1±0.2    45.9±0.3        -          -
+    emoe-learn  87.2±0.4  79.6±0.2  72.5±0.2    46.1±0.4        -          -
+    lfme        88.7±0.2  79.7±0.1  73.1±0.2    53.4±0.4        47.5±0.0   68.5
+    dmda        88.1      79.4      69.4        49.5            45.8       66.4
+    pcmoe       89.4      80.0      74.1        49.9            48.5       68.4
+    dynmoe      88.4      80.3      73.6        48.9±0.5        48.2       67.9
+    mass        88.7      81.1      73.8        47.5            -          -
+    unif        89.6±0.1  81.7±0.3  74.2±0.2    52.6±0.3        49.4±0.1   69.5
+""")
 """Out-of-domain accuracy (%), tables domainbed-main and appendix-domainbed-std, by method and data set. DynMoE's entry
 for TerraIncognita was reproduced by the paper's authors."""
 
 STANDARD_AVERAGE, STANDARD_BEST = "standard-average", "standard-best"
 """Rows over the fixed top-k methods: mean over k, and the best k of each task."""
 
-GLUE: dict[str, dict[str, Score]] = {
-    "dense": {
-        "cola": (64.03, 0.54),
-        "mrpc": (89.36, 0.09),
-        "qnli": (92.46, 0.09),
-        "mnli": (86.61, 0.26),
-        "rte": (74.37, 0.78),
-        AVERAGE: (81.37, None),
-    },
-    "top1": {
-        "cola": (63.63, 0.20),
-        "mrpc": (89.81, 0.30),
-        "qnli": (92.39, 0.21),
-        "mnli": (86.63, 0.17),
-        "rte": (74.01, 0.29),
-        AVERAGE: (81.29, None),
-    },
-    "top2": {
-        "cola": (64.71, 1.21),
-        "mrpc": (90.18, 1.33),
-        "qnli": (92.53, 0.07),
-        "mnli": (86.73, 0.43),
-        "rte": (72.32, 3.54),
-        AVERAGE: (81.29, None),
-    },
-    "top4": {
-        "cola": (64.12, 1.42),
-        "mrpc": (89.74, 0.40),
-        "qnli": (92.65, 0.09),
-        "mnli": (86.59, 0.16),
-        "rte": (75.33, 0.95),
-        AVERAGE: (81.69, None),
-    },
-    "top8": {
-        "cola": (64.37, 1.14),
-        "mrpc": (90.35, 0.68),
-        "qnli": (92.49, 0.11),
-        "mnli": (86.51, 0.20),
-        "rte": (73.53, 2.21),
-        AVERAGE: (81.45, None),
-    },
-    STANDARD_AVERAGE: {
-        "cola": (64.21, 0.45),
-        "mrpc": (90.02, 0.29),
-        "qnli": (92.52, 0.11),
-        "mnli": (86.62, 0.09),
-        "rte": (73.80, 1.24),
-        AVERAGE: (81.43, None),
-    },
-    STANDARD_BEST: {
-        "cola": (64.71, 1.21),
-        "mrpc": (90.35, 0.68),
-        "qnli": (92.65, 0.09),
-        "mnli": (86.73, 0.43),
-        "rte": (75.33, 0.95),
-        AVERAGE: (81.95, None),
-    },
-    "dynmoe": {
-        "cola": (65.17, 0.26),
-        "mrpc": (90.64, 0.26),
-        "qnli": (92.59, 0.08),
-        "mnli": (86.37, 0.13),
-        "rte": (73.41, 1.96),
-        AVERAGE: (81.64, None),
-    },
-    "mass": {
-        "cola": (65.62, 1.25),
-        "mrpc": (90.58, 0.45),
-        "qnli": (92.62, 0.13),
-        "mnli": (86.74, 0.07),
-        "rte": (75.33, 1.12),
-        AVERAGE: (82.19, None),
-    },
-    "unif": {
-        "cola": (66.83, 0.19),
-        "mrpc": (91.57, 0.26),
-        "qnli": (93.10, 0.12),
-        "mnli": (86.84, 0.07),
-        "rte": (75.47, 0.91),
-        AVERAGE: (82.76, None),
-    },
-}
+GLUE = _scores("""
+    method            cola        mrpc        qnli        mnli        rte         average
+    dense             64.03±0.54  89.36±0.09  92.46±0.09  86.61±0.26  74.37±0.78  81.37
+    top1              63.63±0.20  89.81±0.30  92.39±0.21  86.63±0.17  74.01±0.29  81.29
+    top2              64.71±1.21  90.18±1.33  92.53±0.07  86.73±0.43  72.32±3.54  81.29
+    top4              64.12±1.42  89.74±0.40  92.65±0.09  86.59±0.16  75.33±0.95  81.69
+    top8              64.37±1.14  90.35±0.68  92.49±0.11  86.51±0.20  73.53±2.21  81.45
+    standard-average  64.21±0.45  90.02±0.29  92.52±0.11  86.62±0.09  73.80±1.24  81.43
+    standard-best     64.71±1.21  90.35±0.68  92.65±0.09  86.73±0.43  75.33±0.95  81.95
+    dynmoe            65.17±0.26  90.64±0.26  92.59±0.08  86.37±0.13  73.41±1.96  81.64
+    mass              65.62±1.25  90.58±0.45  92.62±0.13  86.74±0.07  75.33±1.12  82.19
+    unif              66.83±0.19  91.57±0.26  93.10±0.12  86.84±0.07  75.47±0.91  82.76
+""")
 """GLUE task scores (%), tables glue-main and appendix-glue-std, by method and task."""
 
 GLUE_COSINE = {f"gmoe-{name}": GLUE[name] for name in ("top1", "top2", "top4", "top8")}
-"""The rows of GLUE that the layers with a cosine gate are to be compared with (methods/registry.py, VARIANTS)."""
+"""The rows of GLUE that the layers with a cosine gate are to be compared with."""
 
 ABLATION: dict[str, dict[str, float]] = {
     "unif-fixed-alpha": {"domainbed": 68.20, "domainbed C_B": 14.17, "glue": 81.73, "glue C_B": 78.33},
@@ -173,15 +75,16 @@ ABLATION: dict[str, dict[str, float]] = {
 }
 """Table mechanism-ablation: mean accuracy (%) and mean C_B over the data sets of each benchmark."""
 
-COST: dict[str, dict[str, float]] = {
-    "N": {"dense": 20.66, "gmoe": 32.12, "emoe": 20.70, "dynmoe": 36.45, "unif": 34.19},
-    "N_A": {"dense": 20.66, "gmoe": 23.11, "emoe": 18.81, "dynmoe": 24.14, "unif": 21.01},
-    "FLOPs": {"dense": 8.57, "gmoe": 10.37, "emoe": 7.92, "dynmoe": 14.63, "unif": 8.70},
-    "T-TPS": {"dense": 0.23, "gmoe": 1.23, "emoe": 1.19, "dynmoe": 3.32, "unif": 1.23},
-    "I-TPS": {"dense": 0.04, "gmoe": 0.31, "emoe": 0.30, "dynmoe": 1.06, "unif": 0.17},
-    "T-RTM": {"dense": 6.81, "gmoe": 8.38, "emoe": 7.15, "dynmoe": 11.80, "unif": 8.84},
-    "I-RTM": {"dense": 0.29, "gmoe": 0.55, "emoe": 0.39, "dynmoe": 0.99, "unif": 0.26},
-}
+COST = _values("""
+    statistic  dense  gmoe   emoe   dynmoe  unif
+    N          20.66  32.12  20.70  36.45   34.19
+    N_A        20.66  23.11  18.81  24.14   21.01
+    FLOPs      8.57   10.37  7.92   14.63   8.70
+    T-TPS      0.23   1.23   1.19   3.32    1.23
+    I-TPS      0.04   0.31   0.30   1.06    0.17
+    T-RTM      6.81   8.38   7.15   11.80   8.84
+    I-RTM      0.29   0.55   0.39   0.99    0.26
+""")
 """Table legacy-cost, on VLCS and one RTX 3090: parameters and activated parameters (2^20), FLOPs per image (2^30),
 seconds per training and inference step, and run-time memory of both (GiB)."""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
+import json
 import math
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from torch import Tensor
 
 
@@ -22,15 +23,19 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """CSV with a header from the first row's keys; empty without rows."""
-    if not rows:
-        return ""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+def csv_text(rows: pd.DataFrame | Sequence[Mapping[str, Any]]) -> str:
+    """CSV with a header, numbers at full precision, nothing for None; empty without rows."""
+    frame = pd.DataFrame(rows, dtype=object).map(lambda value: "" if value is None else value)
+    return "" if frame.empty else frame.to_csv(index=False, lineterminator="\n", na_rep="nan")
+
+
+def read_summary(folder: Path, *needed: str) -> dict[str, Any] | None:
+    """A run's summary.json; None if there is none, or what is there is no record with the needed entries."""
+    try:
+        summary = json.loads((folder / "summary.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return summary if isinstance(summary, dict) and all(name in summary for name in needed) else None
 
 
 def markdown(rows: Sequence[Mapping[str, Any]], left: Collection[str] | None = None) -> str:

@@ -26,15 +26,12 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 def plot_run(folder: Path) -> list[Path]:
     """Write curves.png into folder/plots; with MoE layers usage.png and, where computation varies, compute.png too."""
     records = read_metrics(folder)
-    plots = folder / "plots"
-    plots.mkdir(exist_ok=True)
-    written = [save(curves_figure({"": records}), plots / "curves.png")]
-    if (compute := compute_figure({"": records})) is not None:
-        written.append(save(compute, plots / "compute.png"))
     validation = of_kind(records, "validation")
+    figures = {"curves": curves_figure({"": records}), "compute": compute_figure({"": records})}
     if validation and validation[-1]["layers"]:
-        written.append(save(usage_figure(validation[-1]), plots / "usage.png"))
-    return written
+        figures["usage"] = usage_figure(validation[-1])
+    (folder / "plots").mkdir(exist_ok=True)
+    return [save(figure, folder / "plots" / f"{name}.png") for name, figure in figures.items() if figure is not None]
 
 
 def draw_finished(folder: Path) -> None:

@@ -6,10 +6,9 @@ write_diagnosis(diagnosis, folder)
 """
 
 from unifmoe_dist.studies.diagnostics.channels import FrozenExperts
-from unifmoe_dist.studies.diagnostics.router_training import RouterTraining
+from unifmoe_dist.studies.diagnostics.files import write_diagnosis
+from unifmoe_dist.studies.diagnostics.routers import RouterTraining, train_router_on_task
 from unifmoe_dist.studies.diagnostics.study import Diagnosis, Settings, diagnose
-from unifmoe_dist.studies.diagnostics.tables import write_diagnosis
-from unifmoe_dist.studies.diagnostics.task_router import train_router_on_task
 
 __all__ = [
     "Diagnosis",

@@ -1,26 +1,17 @@
-"""The experts of a trained layer as the diagnostics see them: sums of channels, in float64."""
+"""The experts of a trained layer as the diagnostics see them, sums of channels in float64, and the channels that pairs
+of them share (eq. shared-set of the paper)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.kernels.activations import FUNCTIONS
-
-
-class ExpertHolder(Protocol):
-    """An MoE layer whose experts can be read, one dense FFN each."""
-
-    @property
-    def config(self) -> Any:
-        """With `num_experts` and `activation`."""
-
-    def ffn_weights(self, expert: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        """nn.Linear layouts (H, d), (H,), (d, H), (d,)."""
+from unifmoe_dist.studies.diagnostics.pairs import expert_pairs
 
 
 @dataclass(frozen=True)
@@ -31,10 +22,8 @@ class FrozenExperts:
     activation 1: it is the last row of `values`, and like any other is shared by a pair of experts where the two rows
     are aligned. It counts in no shared ratio, whose H channels are those of the paper.
 
-    Everything is float64 where it is not cast.
-
     Args:
-        keys: (K, H, d).
+        keys: (K, H, d), float64 where it is not cast, as all of them.
         key_bias: (K, H).
         values: (K, C, d); C is H, or H + 1 with a down bias.
         activation: Its name.
@@ -54,7 +43,7 @@ class FrozenExperts:
         return self.keys.shape[1]
 
     @staticmethod
-    def of(layer: ExpertHolder) -> FrozenExperts:
+    def of(layer: Any) -> FrozenExperts:
         """Copy the K routed experts of a layer; a UniF-MoE layer's shared expert is left out."""
         ffns = [layer.ffn_weights(expert) for expert in range(layer.config.num_experts)]
         return FrozenExperts.from_ffns(ffns, layer.config.activation)
@@ -70,14 +59,12 @@ class FrozenExperts:
             raise UserError(f"The diagnostics compare pairs of experts; this layer has {len(ffns)}.")
         if activation not in FUNCTIONS:
             raise UserError(f"activation {activation!r} is not known; choose one of {', '.join(FUNCTIONS)}.")
-        keys = torch.stack([up for up, _, _, _ in ffns]).double()
-        values = torch.stack([down.T for _, _, down, _ in ffns]).double()
-        up_biases = [bias for _, bias, _, _ in ffns if bias is not None]
-        down_biases = [bias for _, _, _, bias in ffns if bias is not None]
-        key_bias = torch.stack(up_biases).double() if up_biases else keys.new_zeros(keys.shape[:2])
-        if down_biases:
-            values = torch.cat([values, torch.stack(down_biases).double()[:, None]], dim=1)
-        return FrozenExperts(keys, key_bias, values, activation)
+        up, up_bias, down, down_bias = (
+            None if column[0] is None else torch.stack(column).double() for column in map(list, zip(*ffns, strict=True))
+        )
+        assert up is not None and down is not None
+        values = down.mT if down_bias is None else torch.cat([down.mT, down_bias[:, None]], dim=1)
+        return FrozenExperts(up, up.new_zeros(up.shape[:2]) if up_bias is None else up_bias, values, activation)
 
     def to(self, dtype: torch.dtype) -> FrozenExperts:
         return FrozenExperts(self.keys.to(dtype), self.key_bias.to(dtype), self.values.to(dtype), self.activation)
@@ -89,3 +76,43 @@ class FrozenExperts:
         if self.values.shape[1] == self.hidden_dim:
             return hidden
         return torch.cat([hidden, hidden.new_ones(*hidden.shape[:2], 1)], dim=2)
+
+
+@dataclass(frozen=True)
+class SharedSets:
+    """Where the experts of each of P pairs write in nearly the same direction.
+
+    Args:
+        delta: Least alignment of a shared channel.
+        alignment: (P, C) float64, cosine c_ijh of the value rows; C counts the down bias as a last channel, if any.
+        shared: (P, C) bool, S_ij(delta); its complement is R_ij.
+        ratio: (P,) float64 on the CPU, rho_ij(delta): shared fraction of the H hidden channels.
+    """
+
+    delta: float
+    alignment: Tensor
+    shared: Tensor
+    ratio: Tensor
+
+    def none_shared(self) -> SharedSets:
+        """The same pairs with empty shared sets: every response is residual, which is what controls compare with."""
+        return SharedSets(self.delta, self.alignment, torch.zeros_like(self.shared), torch.zeros_like(self.ratio))
+
+
+def value_alignment(values: Tensor) -> Tensor:
+    """c_ijh (P, C) of value rows (K, C, d), pairs in the order of `expert_pairs`.
+
+    A row of norm 0 writes nothing and has no direction: its alignment is taken as 0, so that a dead channel is never
+    evidence of a shared response.
+    """
+    values = values.double()
+    norm = torch.linalg.vector_norm(values, dim=2, keepdim=True)
+    unit = torch.where(norm > 0, values / norm, 0.0)
+    return torch.stack([(unit[i] * unit[j]).sum(1) for i, j in expert_pairs(len(values)).tolist()])
+
+
+def shared_sets(experts: FrozenExperts, delta: float = 0.98) -> SharedSets:
+    """Alignment, shared sets and shared ratios of all pairs."""
+    alignment = value_alignment(experts.values)
+    shared = alignment >= delta
+    return SharedSets(delta, alignment, shared, shared[:, : experts.hidden_dim].double().mean(1).cpu())

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy import stats
 from torch import Tensor
 
-from unifmoe_dist.studies.diagnostics.coactivation import pearson
+from unifmoe_dist.studies.diagnostics.pairs import pearson
 
 LOW, HIGH = "low", "high"
 
@@ -88,60 +86,33 @@ def demand_statistics(
         confidence: Level of the percentile interval.
         seed: Of the bootstrap.
     """
-    num_pairs = len(ratio)
+    num_pairs, ratio = len(ratio), ratio.cpu()
     cells = torch.bincount(pair * (num_experts + 1) + demand - 1, minlength=num_pairs * (num_experts + 1))
     counts = cells.view(num_pairs, num_experts + 1).double().cpu()
     tokens = counts.sum(1)
-    cdf = counts.cumsum(1) / tokens[:, None]
+    cdf = (counts.cumsum(1) / tokens[:, None])[:, :num_experts]
     means = counts @ torch.arange(1, num_experts + 2, dtype=torch.float64) / tokens
     observed = tokens.nonzero().squeeze(1)
-    ratio = ratio.cpu()
     ranked = observed[ratio[observed].argsort(stable=True)]
     size = min(group_size, len(ranked) // 2) if len(ratio[observed].unique()) > 1 else 0
-    groups = {LOW: ranked[:size], HIGH: ranked[len(ranked) - size :]}
-    correlation, interval = _bootstrap(ratio[observed], means[observed], resamples, confidence, seed)
-    return DemandStatistics(
-        epsilon=epsilon,
-        tokens=tokens.long(),
-        mean_demand=means,
-        cdf=cdf[:, :num_experts],
-        groups={name: _group(members, cdf[:, :num_experts], means) for name, members in groups.items() if size},
-        correlation=correlation,
-        interval=interval,
-        confidence=confidence,
-    )
+    groups = {}
+    for name, members in ((LOW, ranked[:size]), (HIGH, ranked[len(ranked) - size :])):
+        if size:
+            error = cdf[members].std(0) / size**0.5 if size > 1 else cdf[0] * float("nan")
+            mean = float(means[members].mean())
+            groups[name] = GroupDemand(members.tolist(), cdf[members].mean(0), error, mean)
+    x, y = ratio[observed], means[observed]
+    correlation, interval = pearson(x, y).r, (float("nan"), float("nan"))
+    if np.isfinite(correlation) and len(observed) >= 3:
+        interval = _bootstrap(x.numpy(), y.numpy(), resamples, confidence, seed)
+    return DemandStatistics(epsilon, tokens.long(), means, cdf, groups, correlation, interval, confidence)
 
 
-def _group(members: Tensor, cdf: Tensor, means: Tensor) -> GroupDemand:
-    error = cdf[members].std(0, correction=1) / len(members) ** 0.5 if len(members) > 1 else cdf[0] * float("nan")
-    return GroupDemand(members.tolist(), cdf[members].mean(0), error, float(means[members].mean()))
-
-
-def _bootstrap(
-    ratio: Tensor, means: Tensor, resamples: int, confidence: float, seed: int
-) -> tuple[float, tuple[float, float]]:
-    """Pearson's r and its percentile interval; resamples that are constant, and have no r, are left out."""
-    correlation = pearson(ratio, means).r
-    if not np.isfinite(correlation) or len(ratio) < 3:
-        return correlation, (float("nan"), float("nan"))
-    with np.errstate(invalid="ignore", divide="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", stats.DegenerateDataWarning)
-        result = stats.bootstrap(
-            (ratio.numpy(), means.numpy()),
-            _pearson_rows,
-            paired=True,
-            vectorized=True,
-            n_resamples=resamples,
-            confidence_level=confidence,
-            method="percentile",
-            random_state=np.random.default_rng(seed),
-        )
-    tail = (1 - confidence) / 2
-    low, high = np.nanquantile(result.bootstrap_distribution, [tail, 1 - tail])
-    return correlation, (float(low), float(high))
-
-
-def _pearson_rows(a: np.ndarray, b: np.ndarray, axis: int = -1) -> np.ndarray:
-    a = a - a.mean(axis, keepdims=True)
-    b = b - b.mean(axis, keepdims=True)
-    return np.clip((a * b).sum(axis) / np.sqrt((a * a).sum(axis) * (b * b).sum(axis)), -1, 1)
+def _bootstrap(x: np.ndarray, y: np.ndarray, resamples: int, confidence: float, seed: int) -> tuple[float, float]:
+    """Percentile interval of Pearson's r; resamples that are constant, and have no r, are left out."""
+    rows = np.random.default_rng(seed).integers(0, len(x), (resamples, len(x)))
+    a, b = (values[rows] - values[rows].mean(1, keepdims=True) for values in (x, y))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        r = (a * b).sum(1) / np.sqrt((a * a).sum(1) * (b * b).sum(1))
+    low, high = np.nanquantile(r.clip(-1, 1), [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)

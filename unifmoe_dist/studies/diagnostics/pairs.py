@@ -1,8 +1,13 @@
-"""Pairs of experts i < j in one order, P = K (K - 1) / 2 of them: (0, 1), (0, 2), ..., (K - 2, K - 1)."""
+"""Pairs of experts i < j in one order, P = K (K - 1) / 2 of them: (0, 1), (0, 2), ..., (K - 2, K - 1); how often top-2
+routing asks for each, and how a quantity of pairs goes with another (observation 1)."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
 import torch
+from scipy import stats
 from torch import Tensor
 
 
@@ -28,6 +33,27 @@ def as_matrix(values: Tensor, num_experts: int, diagonal: float = float("nan")) 
     """Values (P,) of pairs as a symmetric (K, K) matrix."""
     matrix = torch.full((num_experts, num_experts), diagonal, dtype=torch.float64)
     first, second = expert_pairs(num_experts).T
-    matrix[first, second] = values.double()
-    matrix[second, first] = values.double()
+    matrix[first, second] = matrix[second, first] = values.double()
     return matrix
+
+
+def coactivation_frequency(pair: Tensor, num_pairs: int) -> Tensor:
+    """(P,) float64 on the CPU: fraction of tokens routed to each pair, given those of N tokens (`top_pair`)."""
+    return torch.bincount(pair, minlength=num_pairs).double().cpu() / max(len(pair), 1)
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """Pearson's r over pairs with its two-sided p-value; both NaN where a variable is constant or pairs are too few."""
+
+    r: float
+    p_value: float
+
+
+def pearson(first: Tensor, second: Tensor) -> Correlation:
+    """Correlation of two vectors of equal length."""
+    a, b = first.double().numpy(), second.double().numpy()
+    if len(a) < 2 or np.ptp(a) == 0 or np.ptp(b) == 0:
+        return Correlation(float("nan"), float("nan"))
+    result = stats.pearsonr(a, b)
+    return Correlation(float(result.statistic), float(result.pvalue))

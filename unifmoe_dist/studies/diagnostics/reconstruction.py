@@ -1,7 +1,7 @@
-"""The residual reconstruction problem of every token, reduced to what any expert order and any router need.
+"""The residual reconstruction problem of every token, and how many ordered residual experts solve it (eqs.
+diagnostic-original to functional-demand of the paper).
 
-With R(x) (K, d) the residual outputs of all experts and r(x) the target (eqs. diagnostic-original to
-diagnostic-residual-basis), the error of coefficients a is
+With R(x) (K, d) the residual outputs of all experts and r(x) the target, the error of coefficients a is
 
     ||a^T R - r||^2 = a^T G a - 2 a^T c + ||r||^2,     G = R R^T,  c = R r,
 
@@ -11,23 +11,19 @@ target drown in rounding, tolerances of interest are 1e-2 and above.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from unifmoe_dist.studies.diagnostics.alignment import SharedSets
-from unifmoe_dist.studies.diagnostics.channels import FrozenExperts
+from unifmoe_dist.studies.diagnostics.channels import FrozenExperts, SharedSets
 from unifmoe_dist.studies.diagnostics.pairs import expert_pairs
 
-Averaging = Literal["gates", "uniform"]
-"""How the two shared responses are merged: by the original gates (eq. diagnostic-shared), or by one half each."""
+RIDGE = 1e-6
+ETA = 1e-12
 
 
-@dataclass(frozen=True)
-class Reconstruction:
+class Reconstruction(NamedTuple):
     """One problem per token.
 
     Args:
@@ -42,14 +38,23 @@ class Reconstruction:
     target_square: Tensor
     output_square: Tensor
 
+    @staticmethod
+    def of(outputs: Tensor, target: Tensor, original: Tensor) -> Reconstruction:
+        """From outputs (N, K, d), targets and original outputs (N, d)."""
+        products = (outputs @ target[:, :, None]).squeeze(2)
+        return Reconstruction(outputs @ outputs.mT, products, target.square().sum(1), original.square().sum(1))
+
+    def rows(self, chosen: Tensor) -> Reconstruction:
+        """The problems of some tokens."""
+        return Reconstruction(*(column[chosen] for column in self))
+
     def squared_error(self, coefficients: Tensor) -> Tensor:
         """(N,) ||a^T R - r||^2 of coefficients (N, K); also that of the whole output, which adds S to both."""
         quadratic = torch.einsum("nk,nkl,nl->n", coefficients, self.gram, coefficients)
         return (quadratic - 2 * (coefficients * self.products).sum(1) + self.target_square).clamp(min=0)
 
 
-@dataclass(frozen=True)
-class Problems:
+class Problems(NamedTuple):
     """What a layer's tokens ask for, under the three readings that the study compares.
 
     Args:
@@ -63,8 +68,7 @@ class Problems:
     complete: Reconstruction
 
 
-@dataclass(frozen=True)
-class Responses:
+class Responses(NamedTuple):
     """Outputs of n tokens, split at the shared set of each token's original pair; dtype of the experts.
 
     Args:
@@ -82,8 +86,8 @@ class Responses:
         """(n, d), y_orig of eq. diagnostic-original."""
         return torch.einsum("nk,nkd->nd", self.gates, self.shared + self.residual)
 
-    def merged(self, averaging: Averaging) -> Tensor:
-        """(n, d), the shared responses of the pair, merged once."""
+    def merged(self, averaging: Literal["gates", "uniform"]) -> Tensor:
+        """(n, d), the pair's shared responses, merged by the original gates (eq. diagnostic-shared) or by one half."""
         weights = self.gates if averaging == "gates" else (self.gates > 0).to(self.gates) / 2
         return torch.einsum("nk,nkd->nd", weights, self.shared)
 
@@ -103,11 +107,8 @@ def responses(experts: FrozenExperts, shared: Tensor, pair: Tensor, scores: Tens
     chosen = scores.to(hidden.dtype).gather(1, members)
     gates = chosen.new_zeros(len(x), experts.num_experts).scatter(1, members, chosen / chosen.sum(1, keepdim=True))
     common = shared[pair].to(hidden.dtype)
-    return Responses(
-        gates,
-        torch.bmm(hidden * common, experts.values).transpose(0, 1),
-        torch.bmm(hidden * (1 - common), experts.values).transpose(0, 1),
-    )
+    parts = (torch.bmm(hidden * channels, experts.values).transpose(0, 1) for channels in (common, 1 - common))
+    return Responses(gates, *parts)
 
 
 def reconstruction_problems(
@@ -117,30 +118,43 @@ def reconstruction_problems(
 
     Arguments are those of `responses`, over N tokens.
     """
-    parts = []
-    for start in range(0, len(x), chunk):
-        rows = slice(start, start + chunk)
+    chunks = []
+    for rows in torch.arange(len(x), device=x.device).split(chunk):
         part = responses(experts, sets.shared, pair[rows], scores[rows], x[rows])
         y = part.original
-        parts.append(
+        chunks.append(
             (
-                _problem(part.residual, y - part.merged("gates"), y),
-                _problem(part.residual, y - part.merged("uniform"), y),
-                _problem(part.residual + part.shared, y, y),
+                Reconstruction.of(part.residual, y - part.merged("gates"), y),
+                Reconstruction.of(part.residual, y - part.merged("uniform"), y),
+                Reconstruction.of(part.residual + part.shared, y, y),
             )
         )
-    return Problems(*(_join(column) for column in zip(*parts, strict=True)))
+    joined = (Reconstruction(*map(torch.cat, zip(*parts, strict=True))) for parts in zip(*chunks, strict=True))
+    return Problems(*joined)
 
 
-def _problem(outputs: Tensor, target: Tensor, original: Tensor) -> Reconstruction:
-    return Reconstruction(
-        outputs @ outputs.mT,
-        (outputs @ target[:, :, None]).squeeze(2),
-        target.square().sum(1),
-        original.square().sum(1),
-    )
+def prefix_errors(problem: Reconstruction, order: Tensor) -> Tensor:
+    """e_m(x) (N, K) float64 for every prefix m = 1..K of an expert order (N, K), q_1(x)..q_K(x).
+
+    Each prefix is one batched solve of `(R_m R_m^T + gamma_m I) a = R_m r` with
+    `gamma_m = 1e-6 tr(R_m R_m^T) / m`. Where all m residual outputs are 0, a = 0.
+    """
+    rows = torch.arange(len(order), device=order.device)[:, None, None]
+    gram = problem.gram[rows, order[:, :, None], order[:, None, :]]
+    products = problem.products.gather(1, order)
+    errors = []
+    for m in range(1, order.shape[1] + 1):
+        leading = problem._replace(gram=gram[:, :m, :m], products=products[:, :m])
+        trace = leading.gram.diagonal(dim1=1, dim2=2).sum(1)
+        ridge = torch.where(trace > 0, RIDGE * trace / m, 1.0)
+        eye = torch.eye(m, dtype=gram.dtype, device=gram.device)
+        a = torch.linalg.solve(leading.gram + ridge[:, None, None] * eye, leading.products[:, :, None]).squeeze(2)
+        errors.append(leading.squared_error(a).sqrt())
+    return torch.stack(errors, dim=1) / problem.output_square.sqrt().clamp(min=ETA)[:, None]
 
 
-def _join(parts: Sequence[Reconstruction]) -> Reconstruction:
-    names = [field.name for field in fields(Reconstruction)]
-    return Reconstruction(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+def functional_demand(errors: Tensor, epsilon: float) -> Tensor:
+    """k_eps (N,) int64: the first prefix whose error (N, K) is at most epsilon, or K + 1 where none is."""
+    attained = errors <= epsilon
+    first = attained.long().argmax(1) + 1
+    return torch.where(attained.any(1), first, errors.shape[1] + 1)

@@ -7,14 +7,23 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.studies.diagnostics.alignment import SharedSets, shared_sets
-from unifmoe_dist.studies.diagnostics.channels import FrozenExperts
-from unifmoe_dist.studies.diagnostics.coactivation import Correlation, coactivation_frequency, pearson
-from unifmoe_dist.studies.diagnostics.demand import functional_demand, prefix_errors
+from unifmoe_dist.studies.diagnostics.channels import FrozenExperts, SharedSets, shared_sets
 from unifmoe_dist.studies.diagnostics.demand_statistics import DemandStatistics, demand_statistics
-from unifmoe_dist.studies.diagnostics.pairs import expert_order, expert_pairs, top_pair
-from unifmoe_dist.studies.diagnostics.reconstruction import Reconstruction, reconstruction_problems
-from unifmoe_dist.studies.diagnostics.router_training import RouterTraining, train_router
+from unifmoe_dist.studies.diagnostics.pairs import (
+    Correlation,
+    coactivation_frequency,
+    expert_order,
+    expert_pairs,
+    pearson,
+    top_pair,
+)
+from unifmoe_dist.studies.diagnostics.reconstruction import (
+    Reconstruction,
+    functional_demand,
+    prefix_errors,
+    reconstruction_problems,
+)
+from unifmoe_dist.studies.diagnostics.routers import RouterTraining, train_router
 from unifmoe_dist.studies.diagnostics.transitions import RankTransition, rank_transition
 
 
@@ -93,7 +102,7 @@ def diagnose(
         scores: (N, K) original softmax scores s(x) of all experts, not of the chosen ones alone (`expert_scores`).
         settings: Defaults are the paper's.
         residual_logits: (N, K) of a residual router trained elsewhere (`train_router_on_task`); None trains one, and
-            its control, to reconstruct the residual target (`router_training.py`).
+            its control, to reconstruct the residual target (`train_router`).
         control_logits: (N, K) of the control trained elsewhere, alike.
 
     Raises:
@@ -106,14 +115,12 @@ def diagnose(
     pair = top_pair(scores)
     sets = shared_sets(experts, settings.delta)
     frequency = coactivation_frequency(pair, len(sets.ratio))
-
     problems = reconstruction_problems(experts, sets, pair, scores, x, settings.chunk)
     error = None
     if residual_logits is None:
         residual_logits, error = train_router(x, problems.residual, settings.router)
         control_logits, _ = train_router(x, problems.complete, settings.router)
-    residual_logits = residual_logits.to(device)
-    order = expert_order(residual_logits)
+    order = expert_order(residual_logits.to(device))
 
     def demands(of: Reconstruction) -> list[DemandStatistics]:
         errors = prefix_errors(of, order)
@@ -139,7 +146,7 @@ def diagnose(
         sets=sets,
         frequency=frequency,
         coactivation=pearson(sets.ratio, frequency),
-        transition=rank_transition(scores, residual_logits),
+        transition=rank_transition(scores, residual_logits.to(device)),
         control=None if control_logits is None else rank_transition(scores, control_logits.to(device)),
         router_error=error,
         demand=demands(problems.residual),

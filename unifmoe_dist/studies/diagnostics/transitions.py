@@ -20,31 +20,25 @@ class RankTransition:
             b. Rows sum to 1.
         same_pair: Fraction of tokens whose top-2 set stays the same.
         diagonal: Mean diagonal mass of the matrix.
+        chance_same_pair: Same-set fraction of two unrelated rankings, 1 / (K choose 2), to read `same_pair` against.
+        chance_diagonal: Mean diagonal mass of two unrelated rankings, 1 / K.
     """
 
     matrix: Tensor
     same_pair: float
     diagonal: float
-
-    @property
-    def chance_same_pair(self) -> float:
-        """Same-set fraction of two unrelated rankings, 1 / (K choose 2): what `same_pair` has to be read against."""
-        return 1 / comb(len(self.matrix), 2)
-
-    @property
-    def chance_diagonal(self) -> float:
-        """Mean diagonal mass of two unrelated rankings, 1 / K."""
-        return 1 / len(self.matrix)
+    chance_same_pair: float
+    chance_diagonal: float
 
 
 def rank_transition(original: Tensor, residual: Tensor) -> RankTransition:
     """Compare the experts' rankings by two scores (N, K); ties go to the lower expert."""
     num_tokens, num_experts = original.shape
-    before = expert_order(original)
-    ranks = torch.arange(num_experts, device=original.device).expand_as(before)
-    after = torch.empty_like(before).scatter_(1, expert_order(residual), ranks)
-    cell = ranks * num_experts + after.gather(1, before)
+    before, after = expert_order(original), expert_order(residual).argsort(1)  # experts by rank, ranks by expert
+    cell = torch.arange(num_experts, device=original.device) * num_experts + after.gather(1, before)
     counts = torch.bincount(cell.flatten(), minlength=num_experts**2).view(num_experts, num_experts)
-    matrix = counts.double() / max(num_tokens, 1)
+    matrix = (counts.double() / max(num_tokens, 1)).cpu()
     same = (top_pair(original) == top_pair(residual)).double().mean()
-    return RankTransition(matrix.cpu(), float(same), float(matrix.diagonal().mean()))
+    return RankTransition(
+        matrix, float(same), float(matrix.diagonal().mean()), 1 / comb(num_experts, 2), 1 / num_experts
+    )

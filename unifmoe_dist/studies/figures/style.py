@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,16 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def save(figure: Figure, path: Path) -> Path:
+def panels(rows: int, columns: int, width: float, height: float, **more: Any) -> tuple[Figure, np.ndarray]:
+    """A figure, in inches, and its (rows, columns) axes."""
+    figure = new_figure(width, height)
+    return figure, figure.subplots(rows, columns, squeeze=False, **more)
+
+
+def save(figure: Figure, path: Path, dpi: int = 140) -> Path:
     """Write a figure in the format of the path's suffix (png, pdf, svg), whole or not at all."""
     temporary = path.with_name(".writing-" + path.name)
-    figure.savefig(temporary, dpi=140)
+    figure.savefig(temporary, dpi=dpi)
     temporary.replace(path)
     return path
 
@@ -32,12 +39,22 @@ def plain(name: str) -> str:
     return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
 
 
-def label(axis: Axes, xlabel: str, ylabel: str, title: str) -> None:
-    """Labels, title, a light grid and no box."""
+def label(axis: Axes, xlabel: str = "", ylabel: str = "", title: str = "") -> None:
+    """Labels, title, a light grid behind what is drawn, and no box."""
     axis.set(xlabel=xlabel, ylabel=ylabel)
     axis.set_title(title, fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.25)
+    axis.set_axisbelow(True)
+
+
+def bars(axis: Axes, load: Sequence[float], what: str, title: str, colour: str) -> None:
+    """Fractions of tokens, one bar for each expert or block."""
+    places = range(len(load))
+    axis.bar(places, 100 * np.asarray(load), color=colour)
+    axis.set_xticks(places)
+    label(axis, what, "tokens using it (%)", title)
+    axis.grid(visible=False, axis="x")
 
 
 def heatmap(
@@ -50,25 +67,19 @@ def heatmap(
     colours: str = "Blues",
     form: str = "{:z.2f}",
     numbers: bool = True,
-) -> Any:
-    """A matrix with its numbers in the cells; NaN cells are grey. Returns what a colour bar needs."""
-    data = values.double().numpy()
-    image = axis.imshow(data, cmap=colours, vmin=low, vmax=high)
+) -> None:
+    """A matrix with its numbers in the cells; NaN cells are grey."""
+    image = axis.imshow(values.double().numpy(), cmap=colours, vmin=low, vmax=high)
     axis.set_facecolor("0.9")
     axis.set_xticks(range(len(columns)), columns)
     axis.set_yticks(range(len(rows)), rows)
     axis.tick_params(length=0)
-    for (row, column), value in _cells(data):
+    for (row, column), value in np.ndenumerate(values.double().numpy()):
         if numbers and value == value:
             ink = ink_on(image.to_rgba(np.asarray(value)))
             axis.text(column, row, form.format(value), ha="center", va="center", fontsize=8, color=ink)
-    return image
 
 
 def ink_on(ground: Any) -> str:
     """Black or white, whichever reads better on a colour (red, green, blue, ...) in 0..1."""
     return "white" if 0.3 * ground[0] + 0.6 * ground[1] + 0.1 * ground[2] < 0.5 else "black"
-
-
-def _cells(data: Any) -> list[tuple[tuple[int, int], float]]:
-    return [((r, c), float(data[r, c])) for r in range(data.shape[0]) for c in range(data.shape[1])]

@@ -1,16 +1,14 @@
-"""How runs went: loss, score and computation over steps, one run or several on the same axes."""
+"""How runs went: loss, score and computation over steps, expert and block usage."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from unifmoe_dist.studies.figures.style import EXPERT_COLOUR, SHARED_COLOUR, label, new_figure, plain
+from unifmoe_dist.studies.figures.style import EXPERT_COLOUR, SHARED_COLOUR, bars, label, panels, plain
 
 Records = Sequence[Mapping[str, Any]]
 """Lines of a metrics.jsonl."""
@@ -30,9 +28,8 @@ def curves_figure(runs: Mapping[str, Records]) -> Figure:
     flat line. A run named "" is not named in legends.
     """
     auxiliary = any(record["div_loss"] for records in runs.values() for record in of_kind(records, "train"))
-    figure = new_figure(12 if auxiliary else 9, 3.4)
-    left, *middle, right = figure.subplots(1, 3 if auxiliary else 2)
-    metrics: set[str] = set()
+    figure, ((left, *middle, right),) = panels(1, 3 if auxiliary else 2, 12 if auxiliary else 9, 3.4)
+    metrics = {"accuracy"}
     for number, (name, records) in enumerate(runs.items()):
         train, validation = of_kind(records, "train"), of_kind(records, "validation")
         colour, second = _COLOURS[2 * number % 4], _COLOURS[(2 * number + 1) % 4]
@@ -46,24 +43,18 @@ def curves_figure(runs: Mapping[str, Records]) -> Figure:
         scores = {"accuracy": f"{where}validation"}
         if validation and (metric := validation[-1]["metric"]) != "accuracy":
             scores[metric] = f"{where}validation, {metric.replace('_', ' ')}"
+        steps = [r["step"] for r in validation]
         for style, (key, text) in zip(("o-", "s--"), scores.items(), strict=False):
-            right.plot(
-                [r["step"] for r in validation],
-                [100 * r[key] for r in validation],
-                style,
-                color=second,
-                markersize=4,
-                label=text,
-            )
-        metrics.update(scores)
+            right.plot(steps, [100 * r[key] for r in validation], style, color=second, markersize=4, label=text)
+        metrics |= scores.keys()
     for axis in (left, *middle):
         if axis.get_lines():
             axis.set_yscale("log")
     what = "accuracy" if metrics == {"accuracy"} else "score"
     label(left, "step", "loss (log scale)", "Training loss")
+    label(right, "step", f"{what} (%)", what.capitalize())
     for axis in middle:
         label(axis, "step", "loss, unweighted (log scale)", "Auxiliary loss of the layers")
-    label(right, "step", f"{what} (%)", what.capitalize())
     for axis in (left, *middle, right):
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         if len(axis.get_lines()) > 1 or any(runs):
@@ -77,26 +68,19 @@ def compute_figure(runs: Mapping[str, Records]) -> Figure | None:
     A fixed number of experts per token is left out: it is what the options say. Runs differ by line style, layers by
     colour. Where no block is ever shared there is no alpha to draw.
     """
-    trained = {name: of_kind(records, "train") for name, records in runs.items()}
-    trained = {name: train for name, train in trained.items() if _varies(train)}
+    trained = {name: train for name, records in runs.items() if _varies(train := of_kind(records, "train"))}
     if not trained:
         return None
     quantities = [("block_compute", "blocks per token", "$C_B$"), ("expert_count", "experts per token", "$k$")]
     if any(layer["shared_demand"] for train in trained.values() for layer in train[-1]["layers"].values()):
         quantities.append(("shared_demand", "shared demand", r"$\alpha$"))
-    figure = new_figure(1.4 + 3.2 * len(quantities), 3.4)
-    axes = figure.subplots(1, len(quantities))
+    figure, (axes,) = panels(1, len(quantities), 1.4 + 3.2 * len(quantities), 3.4)
     for axis, (key, text, title) in zip(axes, quantities, strict=True):
         for style, (name, train) in zip(("-", "--", ":", "-."), trained.items(), strict=False):
             for colour, layer in zip(_COLOURS * len(train[-1]["layers"]), train[-1]["layers"], strict=False):
-                shown = [r for r in train if layer in r["layers"]]
-                axis.plot(
-                    [r["step"] for r in shown],
-                    [r["layers"][layer][key] for r in shown],
-                    style,
-                    color=colour,
-                    label=f"{plain(name)}: {layer}" if name else layer,
-                )
+                shown = [(r["step"], r["layers"][layer][key]) for r in train if layer in r["layers"]]
+                known = f"{plain(name)}: {layer}" if name else layer
+                axis.plot(*zip(*shown, strict=True), style, color=colour, label=known)
         label(axis, "step", f"mean {text}", title)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes[0].legend(frameon=False, fontsize=8)
@@ -115,17 +99,8 @@ def usage_figure(record: Mapping[str, Any]) -> Figure:
     kinds = [("expert_load", "expert", EXPERT_COLOUR)]
     if any(any(layer["block_load"]) for layer in layers.values()):
         kinds = [("expert_load", "residual expert", EXPERT_COLOUR), ("block_load", "shared block", SHARED_COLOUR)]
-    figure = new_figure(4.5 * len(kinds), 2.6 * len(layers))
-    axes = figure.subplots(len(layers), len(kinds), squeeze=False)
+    figure, axes = panels(len(layers), len(kinds), 4.5 * len(kinds), 2.6 * len(layers))
     for row, (name, layer) in zip(axes, layers.items(), strict=True):
         for axis, (key, text, colour) in zip(row, kinds, strict=True):
-            _bars(axis, layer[key], text, f"{name}: {text} usage, step {record['step']}", colour)
+            bars(axis, layer[key], text, f"{name}: {text} usage, step {record['step']}", colour)
     return figure
-
-
-def _bars(axis: Axes, load: Sequence[float], text: str, title: str, colour: str) -> None:
-    values = 100 * np.asarray(load)
-    axis.bar(np.arange(len(values)), values, color=colour)
-    axis.set_xticks(np.arange(len(values)))
-    label(axis, text, "tokens using it (%)", title)
-    axis.grid(visible=False, axis="x")

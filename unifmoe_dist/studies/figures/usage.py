@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from unifmoe_dist.studies.diagnostics.pairs import expert_pairs
-from unifmoe_dist.studies.figures.style import EXPERT_COLOUR, SHARED_COLOUR, heatmap, label, new_figure, plain
+from unifmoe_dist.studies.figures.style import EXPERT_COLOUR, SHARED_COLOUR, bars, heatmap, label, panels, plain
 from unifmoe_dist.studies.usage.study import Distribution, LayerUsage
 
 QUANTITIES = (
@@ -22,8 +22,7 @@ QUANTITIES = (
 
 def distribution_figure(layers: Mapping[str, LayerUsage]) -> Figure:
     """Histograms of alpha, b, k and C_B over tokens, one row per layer, with mean and quartiles."""
-    figure = new_figure(12.5, 2.7 * len(layers))
-    axes = figure.subplots(len(layers), len(QUANTITIES), squeeze=False)
+    figure, axes = panels(len(layers), len(QUANTITIES), 12.5, 2.7 * len(layers))
     for row, (name, layer) in zip(axes, layers.items(), strict=True):
         for axis, (field, text, colour) in zip(row, QUANTITIES, strict=True):
             _histogram(axis, getattr(layer, field), text, colour)
@@ -32,38 +31,24 @@ def distribution_figure(layers: Mapping[str, LayerUsage]) -> Figure:
 
 
 def _histogram(axis: Axes, values: Distribution, text: str, colour: str) -> None:
-    edges = np.asarray(values.edges)
-    axis.bar(
-        edges[:-1],
-        100 * np.asarray(values.fraction),
-        np.diff(edges),
-        align="edge",
-        color=colour,
-        edgecolor="white",
-        linewidth=0.5,
-    )
+    edges, percent = np.asarray(values.edges), 100 * np.asarray(values.fraction)
+    axis.bar(edges[:-1], percent, np.diff(edges), align="edge", color=colour, edgecolor="white", linewidth=0.5)
     axis.axvline(values.mean, color="black", linewidth=1.2)
     low, high = values.quantiles[0.25], values.quantiles[0.75]
     label(axis, text, "", f"mean {values.mean:.2f}, quartiles {low:.3g} to {high:.3g}")
     axis.grid(visible=False, axis="x")
-    filled = np.flatnonzero(values.fraction)
-    axis.set_xlim(edges[filled[0]] - 0.02 * np.ptp(edges), edges[filled[-1] + 1] + 0.02 * np.ptp(edges))
+    filled, margin = np.flatnonzero(percent), 0.02 * np.ptp(edges)
+    axis.set_xlim(edges[filled[0]] - margin, edges[filled[-1] + 1] + margin)
 
 
 def load_figure(layers: Mapping[str, LayerUsage]) -> Figure:
     """Tokens that use each residual expert and share each block, one row per layer."""
-    figure = new_figure(9, 2.6 * len(layers))
-    axes = figure.subplots(len(layers), 2, squeeze=False)
+    figure, axes = panels(len(layers), 2, 9, 2.6 * len(layers))
     for row, (name, layer) in zip(axes, layers.items(), strict=True):
-        for axis, load, text, colour in (
-            (row[0], layer.expert_load, "residual expert", EXPERT_COLOUR),
-            (row[1], layer.block_load, "shared block", SHARED_COLOUR),
-        ):
-            axis.bar(range(len(load)), 100 * np.asarray(load), color=colour)
+        bars(row[0], layer.expert_load, "residual expert", f"{name} (dotted: mean)", EXPERT_COLOUR)
+        bars(row[1], layer.block_load, "shared block", f"{name} (dotted: mean)", SHARED_COLOUR)
+        for axis, load in zip(row, (layer.expert_load, layer.block_load), strict=True):
             axis.axhline(100 * float(np.mean(load)), color="black", linewidth=1, linestyle=":")
-            axis.set_xticks(range(len(load)))
-            label(axis, text, "tokens using it (%)", f"{name} (dotted: mean)")
-            axis.grid(visible=False, axis="x")
     return figure
 
 
@@ -73,30 +58,25 @@ def coactivation_graph(runs: Mapping[str, LayerUsage]) -> Figure:
     Args:
         runs: For example the same layer without and with the Gram loss, by name.
     """
-    figure = new_figure(4.0 * len(runs), 4.9)
-    axes = figure.subplots(1, len(runs), squeeze=False)[0]
-    largest = max(_pairs(layer).max() for layer in runs.values())
+    figure, (axes,) = panels(1, len(runs), 4.0 * len(runs), 4.9)
+    largest = max(float(layer.pair_coactivation.max()) for layer in runs.values())
     for axis, (name, layer) in zip(axes, runs.items(), strict=True):
-        _graph(axis, layer, max(float(largest), 1e-9))
+        _graph(axis, layer, max(largest, 1e-9))
         mean = f"mean pair co-activation {100 * layer.mean_pair_coactivation:.1f} %"
         axis.set_title(f"{plain(name)}\n{mean}", fontsize=10)
     figure.supxlabel("node area: tokens that use the expert; edge: tokens that use both", fontsize=8, color="0.4")
     return figure
 
 
-def _pairs(layer: LayerUsage) -> np.ndarray:
-    first, second = expert_pairs(len(layer.coactivation)).T
-    return layer.coactivation[first, second].numpy()
-
-
 def _graph(axis: Axes, layer: LayerUsage, largest: float) -> None:
     count = len(layer.coactivation)
     angle = np.pi / 2 - 2 * np.pi * np.arange(count) / count
     x, y = np.cos(angle), np.sin(angle)
-    for (i, j), value in sorted(zip(expert_pairs(count).tolist(), _pairs(layer), strict=True), key=lambda e: e[1]):
-        strength = float(value) / largest
+    edges = zip(layer.pair_coactivation.tolist(), expert_pairs(count).tolist(), strict=True)
+    for value, pair in sorted(edges):
         if value > 0:
-            axis.plot(x[[i, j]], y[[i, j]], color=str(0.85 - 0.75 * strength), linewidth=0.3 + 6 * strength, zorder=1)
+            strength = value / largest
+            axis.plot(x[pair], y[pair], color=str(0.85 - 0.75 * strength), linewidth=0.3 + 6 * strength, zorder=1)
     axis.scatter(x, y, s=250 + 1200 * np.asarray(layer.expert_load), color=EXPERT_COLOUR, edgecolor="white", zorder=2)
     for e in range(count):
         axis.text(x[e], y[e], str(e), ha="center", va="center", color="white", fontsize=9, zorder=3)
@@ -106,8 +86,7 @@ def _graph(axis: Axes, layer: LayerUsage, largest: float) -> None:
 
 def gram_figure(layers: Mapping[str, LayerUsage]) -> Figure:
     """Router Gram matrices with their distance to the identity; the shared embedding comes first."""
-    figure = new_figure(4.6 * len(layers), 4.4)
-    axes = figure.subplots(1, len(layers), squeeze=False)[0]
+    figure, (axes,) = panels(1, len(layers), 4.6 * len(layers), 4.4)
     for axis, (name, layer) in zip(axes, layers.items(), strict=True):
         names = ["S", *(str(e) for e in range(len(layer.gram) - 1))]
         limit = max(1.0, float(layer.gram.abs().max()))

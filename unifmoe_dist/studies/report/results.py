@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from math import sqrt
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
 
+import pandas as pd
 import yaml
 
 from unifmoe_dist.data.registry import TASKS, find_task
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods.registry import find_method
-from unifmoe_dist.studies.sweep.run_folder import last_words
+from unifmoe_dist.studies.records import read_summary
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,6 @@ class Result:
         words = [self.task, self.held_out, self.method, f"seed {self.seed}", self.lr and f"lr {self.lr:g}"]
         return " ".join(str(word) for word in words if word)
 
-    @property
-    def last_words(self) -> str:
-        """The last line of its log, or nothing if it never began."""
-        return last_words(self.folder)
-
 
 def collect(folder: Path) -> list[Result]:
     """Every run that a sweep planned in a folder, finished or not.
@@ -98,27 +94,21 @@ def _read(folder: Path) -> Result:
         known = planned.task in TASKS and planned.held_out in (find_task(planned.task).environments or (None,))
         if not known or not isinstance(planned.seed, int) or not isinstance(planned.lr, float | int | None):
             raise ValueError(f"run.json names {planned.task!r}, {planned.held_out!r}, {planned.seed!r}, {planned.lr!r}")
-        path = folder / "summary.json"
-        if not path.is_file():
+        if not (folder / "summary.json").is_file():
             return planned
-        summary = json.loads(path.read_text())
+        if (summary := read_summary(folder)) is None:
+            raise ValueError("summary.json is no summary")
         options = yaml.load((folder / "config.yaml").read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
-        model, optim = options["model"], options["optim"]
-        return Result(
-            planned.task,
-            planned.held_out,
-            planned.method,
-            planned.seed,
-            planned.lr,
-            folder,
+        return replace(
+            planned,
             score=100 * float(summary.get("score", summary["test_accuracy"])),
             validation=100 * float(summary.get("validation_score", summary["validation_accuracy"])),
             block_compute=float(summary["mean_block_compute"]),
             expert_count=float(summary["mean_expert_count"]),
             options={
-                "model.num_blocks": model["num_blocks"],
-                "model.num_experts": model["num_experts"],
-                "optim.lambda_div": optim["lambda_div"],
+                "model.num_blocks": options["model"]["num_blocks"],
+                "model.num_experts": options["model"]["num_experts"],
+                "optim.lambda_div": options["optim"]["lambda_div"],
             },
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError, UserError) as error:
@@ -126,32 +116,44 @@ def _read(folder: Path) -> Result:
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One entry of a table.
+class Entry:
+    """What stands in one place of a table.
 
     Args:
-        mean: Mean score over seeds; None unless every run is there.
+        mean: Value, for a score the mean over seeds; None unless every run is there.
         deviation: Standard deviation over seeds; None for a single one.
-        done: Runs that are there.
-        wanted: Runs that are needed.
+        done, wanted: Runs that are there and that are needed; both 0 where no number of runs says what lacks.
         block_compute: Mean C_B of the runs that count.
         ffns: The same in dense FFNs, C_B / B.
         expert_count: Mean k of the runs that count.
         by_seed: Score of each seed.
+        decimals: Decimal places that are shown.
+        best: Whether it is the best of its column.
     """
 
     mean: float | None
-    deviation: float | None
-    done: int
-    wanted: int
+    deviation: float | None = None
+    done: int = 0
+    wanted: int = 0
     block_compute: float | None = None
     ffns: float | None = None
     expert_count: float | None = None
     by_seed: tuple[float, ...] = ()
+    decimals: int = 1
+    best: bool = False
+
+    def text(self, plus_minus: str, missing: str) -> str:
+        if self.mean is None:
+            return f"{missing} ({self.done}/{self.wanted})" if self.wanted else missing
+        spread = "" if self.deviation is None else f"{plus_minus}{self.deviation:.{self.decimals}f}"
+        return f"{self.mean:.{self.decimals}f}{spread}"
 
 
-@dataclass(frozen=True)
-class Grid:
+COSTS = {"C_B": "block_compute", "C_B / B": "ffns", "k": "expert_count"}
+"""Fields of an entry that say what its runs computed, by the heads of a table's last columns."""
+
+
+class Grid(NamedTuple):
     """The runs that every method of one data set needs."""
 
     environments: tuple[str | None, ...]
@@ -173,102 +175,57 @@ def grid_of(results: Iterable[Result], task: str) -> Grid:
     )
 
 
-def cell(results: Sequence[Result], task: str, method: str, held_out: str | None = None) -> Cell:
-    """A method's entry for a data set, or for one of its environments.
-
-    Args:
-        results: All runs.
-        task: Data set.
-        method: Method.
-        held_out: Only this environment, if given.
-    """
+def cell(results: Sequence[Result], task: str, method: str, held_out: str | None = None) -> Entry:
+    """A method's entry for a data set, or for one of its environments if that is given."""
     grid = grid_of(results, task)
-    environments = grid.environments if held_out is None else (held_out,)
-    mine = {
-        (r.held_out, r.seed, r.lr): r
-        for r in results
-        if r.task == task and r.method == method and r.held_out in environments and r.finished
-    }
-    wanted = len(environments) * len(grid.seeds) * len(grid.learning_rates)
-    if len(mine) < wanted or not wanted:
-        return Cell(None, None, len(mine), wanted)
-    chosen = {
-        (seed, environment): max(
-            (mine[environment, seed, lr] for lr in grid.learning_rates), key=lambda r: _number(r.validation)
-        )
-        for seed in grid.seeds
-        for environment in environments
-    }
-    by_seed = [mean([_number(chosen[seed, e].score) for e in environments]) for seed in grid.seeds]
-    runs = list(chosen.values())
-    return Cell(
-        mean(by_seed),
-        deviation(by_seed),
-        len(mine),
-        wanted,
-        mean([_number(r.block_compute) for r in runs]),
-        mean([r.ffns for r in runs]),
-        mean([_number(r.expert_count) for r in runs]),
-        tuple(by_seed),
-    )
+    grid = grid if held_out is None else grid._replace(environments=(held_out,))
+    mine = [r for r in results if (r.task, r.method) == (task, method) and r.held_out in grid.environments]
+    mine = sorted((r for r in mine if r.finished), key=lambda r: r.lr or 0.0)
+    if len(mine) < grid.size or not grid.size:
+        return Entry(None, done=len(mine), wanted=grid.size)
+    runs = pd.DataFrame([vars(r) | {"ffns": r.ffns, "held_out": str(r.held_out)} for r in mine])
+    chosen = runs.loc[runs.groupby(["seed", "held_out"])["validation"].idxmax()]  # the best learning rate
+    by_seed = chosen.groupby("seed")["score"].mean().tolist()
+    costs = chosen[list(COSTS.values())].mean()
+    return Entry(fmean(by_seed), deviation(by_seed), len(mine), grid.size, **costs, by_seed=tuple(by_seed))
 
 
-def average(cells: Sequence[Cell]) -> Cell:
+def average(cells: Sequence[Entry]) -> Entry:
     """Mean over data sets, seed by seed; no value unless every entry has one, with as many seeds each."""
     if not cells or any(c.mean is None for c in cells) or len({len(c.by_seed) for c in cells}) > 1:
         return lacking(cells)
-    done, wanted = sum(c.done for c in cells), sum(c.wanted for c in cells)
-    by_seed = [mean(scores) for scores in zip(*(c.by_seed for c in cells), strict=True)]
-    return Cell(
-        mean(by_seed),
-        deviation(by_seed),
-        done,
-        wanted,
-        mean([_number(c.block_compute) for c in cells]),
-        mean([_number(c.ffns) for c in cells]),
-        mean([_number(c.expert_count) for c in cells]),
-        tuple(by_seed),
-    )
+    columns = pd.DataFrame(cells)
+    by_seed = [fmean(scores) for scores in zip(*columns["by_seed"], strict=True)]
+    costs = columns[list(COSTS.values())].mean()
+    done, wanted = int(columns["done"].sum()), int(columns["wanted"].sum())
+    return Entry(fmean(by_seed), deviation(by_seed), done, wanted, **costs, by_seed=tuple(by_seed))
 
 
-def lacking(cells: Sequence[Cell]) -> Cell:
+def lacking(cells: Sequence[Entry]) -> Entry:
     """What stands for several entries that do not all have a value: how many of their runs are there.
 
     Where all that were planned are there, and it is the plan that leaves something out, no number of runs says so.
     """
     done, wanted = sum(c.done for c in cells), sum(c.wanted for c in cells)
     whole = done == wanted or any(c.wanted == 0 for c in cells)
-    return Cell(None, None, 0, 0) if whole else Cell(None, None, done, wanted)
+    return Entry(None) if whole else Entry(None, done=done, wanted=wanted)
 
 
-def mean_over_methods(cells: Sequence[Cell]) -> Cell:
+def mean_over_methods(cells: Sequence[Entry]) -> Entry:
     """ "Standard MoE, average": mean and deviation of several methods' means, as in the paper's GLUE table."""
     means = [c.mean for c in cells if c.mean is not None]
     if not cells or len(means) < len(cells):
         return lacking(cells)
-    done, wanted = sum(c.done for c in cells), sum(c.wanted for c in cells)
-    return Cell(mean(means), deviation(means), done, wanted)
+    return Entry(fmean(means), deviation(means), sum(c.done for c in cells), sum(c.wanted for c in cells))
 
 
-def best_of_methods(cells: Sequence[Cell]) -> Cell:
+def best_of_methods(cells: Sequence[Entry]) -> Entry:
     """ "Standard MoE, best": the entry with the highest mean; it needs all of them."""
     if not cells or any(c.mean is None for c in cells):
         return lacking(cells)
-    return max(cells, key=lambda c: _number(c.mean))
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return max(cells, key=lambda c: c.mean or 0.0)
 
 
 def deviation(values: Sequence[float]) -> float | None:
     """Standard deviation of a sample, over n - 1; None for a single value."""
-    if len(values) < 2:
-        return None
-    centre = mean(values)
-    return sqrt(sum((value - centre) ** 2 for value in values) / (len(values) - 1))
-
-
-def _number(value: float | None) -> float:
-    assert value is not None
-    return value
+    return stdev(values) if len(values) > 1 else None

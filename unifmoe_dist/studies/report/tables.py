@@ -2,52 +2,25 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from unifmoe_dist.data.registry import TASKS, find_task
 from unifmoe_dist.methods.registry import METHODS, STUDIES, find_method, in_order
 from unifmoe_dist.studies import paper_numbers as paper
 from unifmoe_dist.studies.paper_numbers import AVERAGE, STANDARD_AVERAGE, STANDARD_BEST, Score
+from unifmoe_dist.studies.records import csv_text
 from unifmoe_dist.studies.report import results as runs
-from unifmoe_dist.studies.report.results import Cell, Result, average, cell, grid_of
+from unifmoe_dist.studies.report.results import COSTS, Entry, Result, average, cell, grid_of
+from unifmoe_dist.studies.sweep.run_folder import last_words
 from unifmoe_dist.studies.tables import DOMAINBED, GLUE, TABLES
 
 HERE, PAPER = "here", "paper"
-_COSTS = ("C_B", "C_B / B", "k")
-"""Heads of the last columns: blocks per token and layer, the same in dense FFNs, and (residual) experts per token."""
-_STUDIED = {"diversity": STUDIES["lambda"], "blocks": STUDIES["blocks"]}
-"""Tables that vary one parameter."""
+STUDIED = {"diversity": "lambda", "blocks": "blocks"}
+"""Tables that vary one parameter, with the parameter's study."""
 _STANDARD = [name for name in METHODS if name.startswith("top")]
 _LABELS = {STANDARD_AVERAGE: "Standard MoE, average", STANDARD_BEST: "Standard MoE, best"}
-
-
-@dataclass(frozen=True)
-class Entry:
-    """What stands in one place of a table.
-
-    Args:
-        mean: Value; None is a missing one.
-        deviation: Standard deviation, if there is one.
-        done, wanted: Runs that are there and that are needed; both 0 for the paper's numbers.
-        decimals: Decimal places.
-        best: Whether it is the best of its column.
-    """
-
-    mean: float | None
-    deviation: float | None = None
-    done: int = 0
-    wanted: int = 0
-    decimals: int = 1
-    best: bool = False
-
-    def text(self, plus_minus: str, missing: str) -> str:
-        if self.mean is None:
-            return f"{missing} ({self.done}/{self.wanted})" if self.wanted else missing
-        spread = "" if self.deviation is None else f"{plus_minus}{self.deviation:.{self.decimals}f}"
-        return f"{self.mean:.{self.decimals}f}{spread}"
 
 
 @dataclass(frozen=True)
@@ -57,7 +30,7 @@ class Row:
     method: str
     label: str
     source: str
-    entries: tuple[Entry, ...]
+    entries: list[Entry]
 
 
 @dataclass(frozen=True)
@@ -76,34 +49,35 @@ class Table:
     name: str
     title: str
     columns: tuple[str, ...]
-    rows: tuple[Row, ...]
-    notes: tuple[str, ...]
+    rows: list[Row]
+    notes: list[str]
     scores: int
-
-    @property
-    def complete(self) -> bool:
-        return all(e.mean is not None for row in self.rows if row.source == HERE for e in row.entries)
 
 
 def build_tables(results: Sequence[Result]) -> list[Table]:
     """Every table for which there are runs: the paper's, then one for each data set by environment."""
     tasks = {r.task for r in results}
+    planned = {(r.task, r.method) for r in results}
+
+    def varied(name: str) -> bool:
+        """Whether there are runs of a study's methods, UniF-MoE itself apart."""
+        methods = [method for method in TABLES[name].methods if find_method(method).family != "unif"]
+        return any((task, method) in planned for task in TABLES[name].tasks for method in methods)
+
     tables = []
     for name, numbers in (("domainbed", paper.DOMAINBED), ("glue", paper.GLUE)):
         if tasks & set(TABLES[name].tasks):
             tables.append(_scores(name, results, numbers))
-    if any(r.method in paper.GLUE_COSINE and r.task in TABLES["glue-cosine"].tasks for r in results):
+    if varied("glue-cosine"):
         tables.append(_scores("glue-cosine", results, paper.GLUE_COSINE))
-    for name in _STUDIED:
-        methods = [method for method in TABLES[name].methods if find_method(method).family != "unif"]
-        if any(r.method in methods and r.task in TABLES[name].tasks for r in results):
-            tables.append(_scores(name, results, {}))
-    decisions = [method for method in TABLES["ablation"].methods if find_method(method).family == "ablation"]
-    if any(r.method in decisions and r.task in TABLES["ablation"].tasks for r in results):
+    tables += [_scores(name, results, {}) for name in STUDIED if varied(name)]
+    if varied("ablation"):
         tables.append(_ablation(results))
     by_environment = [task for task in dict.fromkeys((*DOMAINBED, *TASKS)) if task in tasks - set(GLUE)]
     tables += [_by_environment(task, results) for task in by_environment]
-    return [_marked(table) for table in tables]
+    for table in tables:
+        _mark_best(table)
+    return tables
 
 
 def planned_methods(results: Sequence[Result], tasks: Sequence[str]) -> list[str]:
@@ -122,56 +96,40 @@ def study_value(results: Sequence[Result], method: str, option: str, tasks: Sequ
 
 def _scores(name: str, results: Sequence[Result], numbers: dict[str, dict[str, Score]]) -> Table:
     """One of the paper's tables of methods by data sets, with their mean."""
-    tasks = TABLES[name].tasks
-    present = [
-        method for method in TABLES[name].methods if any(r.method == method and r.task in tasks for r in results)
-    ]
+    tasks, planned = TABLES[name].tasks, {r.task for r in results}
     decimals = 2 if tasks == GLUE else 1
+    methods = planned_methods(results, tasks)
+    here = {m: [cell(results, task, m) for task in tasks] for m in TABLES[name].methods if m in methods}
     rows = []
-    here = {method: [cell(results, task, method) for task in tasks] for method in present}
-    for method in present:
-        label = _study_label(results, method, name) if name in _STUDIED else _label(method)
-        rows.append(_row(method, label, here[method], average(here[method]), decimals))
+    for method, cells in here.items():
+        rows.append(_row(method, _label(method, results, name), cells, average(cells), decimals))
         rows += _paper_row(method, tasks, numbers, decimals)
-    standard = [method for method in _STANDARD if method in here]
+    standard = [here[method] for method in _STANDARD if method in here]
     if name == "glue" and standard:
         for key, combine in ((STANDARD_AVERAGE, runs.mean_over_methods), (STANDARD_BEST, runs.best_of_methods)):
-            rows += _over_standard(key, combine, [here[method] for method in standard], tasks, decimals)
+            # The line's mean is that over its entries, since the best k differs between tasks.
+            combined = [combine(column) for column in zip(*standard, strict=True)]
+            means = [c.mean for c in combined if c.mean is not None]
+            total = Entry(fmean(means)) if len(means) == len(combined) else runs.lacking(combined)
+            row = _row(key, _LABELS[key], combined, total, decimals)
+            rows.append(replace(row, entries=row.entries[: -len(COSTS)] + [Entry(None)] * len(COSTS)))
+            rows += _paper_row(key, tasks, numbers, decimals)
     notes = [_SEEDS_NOTE, *_environment_notes(results, tasks)]
     if numbers:
         notes.append("Lines marked paper repeat the paper's table; it gives no deviation of means over data sets.")
     else:
         notes.append("The paper shows this study as a figure, without numbers.")
-    planned = {r.task for r in results}
     if left_out := [find_task(task).title for task in tasks if task not in planned]:
         notes.append(f"No runs of {', '.join(left_out)} were planned, so that there is no mean over data sets.")
     if tasks == GLUE:
         notes.append("The learning rate is chosen for each task and seed by validation.")
-    columns = (*(find_task(task).title for task in tasks), "Avg", *_COSTS)
-    return Table(name, TABLES[name].title, columns, tuple(rows), tuple(notes), len(tasks) + 1)
+    columns = (*(find_task(task).title for task in tasks), "Avg", *COSTS)
+    return Table(name, TABLES[name].title, columns, rows, notes, len(tasks) + 1)
 
 
-def _row(method: str, label: str, cells: Sequence[Cell], total: Cell, decimals: int) -> Row:
-    costs = [_cost(value) for value in (total.block_compute, total.ffns, total.expert_count)]
-    scores = (replace(_entry(c), decimals=decimals) for c in (*cells, total))
-    return Row(method, label, HERE, (*scores, *costs))
-
-
-def _over_standard(
-    key: str,
-    combine: Callable[[Sequence[Cell]], Cell],
-    cells: Sequence[Sequence[Cell]],
-    tasks: Sequence[str],
-    decimals: int,
-) -> list[Row]:
-    """A line over the fixed top-k methods; its mean is that of the line, since the best k differs between tasks."""
-    by_task = [combine(column) for column in zip(*cells, strict=True)]
-    means = [c.mean for c in by_task]
-    whole = None if None in means else sum(m for m in means if m is not None) / len(means)
-    total = runs.lacking(by_task) if whole is None else Cell(whole, None, 0, 0)
-    row = _row(key, _LABELS[key], by_task, total, decimals)
-    costs = (Entry(None),) * len(_COSTS)  # those of several methods together mean nothing
-    return [replace(row, entries=(*row.entries[: -len(costs)], *costs)), *_paper_row(key, tasks, paper.GLUE, decimals)]
+def _row(method: str, label: str, cells: Sequence[Entry], total: Entry, decimals: int) -> Row:
+    costs = [Entry(getattr(total, field), decimals=2) for field in COSTS.values()]
+    return Row(method, label, HERE, [*(replace(c, decimals=decimals) for c in (*cells, total)), *costs])
 
 
 def _paper_row(method: str, tasks: Sequence[str], numbers: dict[str, dict[str, Score]], decimals: int) -> list[Row]:
@@ -179,26 +137,22 @@ def _paper_row(method: str, tasks: Sequence[str], numbers: dict[str, dict[str, S
         return []
     scores = [numbers[method].get(task, (None, None)) for task in (*tasks, AVERAGE)]
     entries = [Entry(value, spread, decimals=decimals) for value, spread in scores]
-    return [Row(method, _label(method), PAPER, (*entries, *(Entry(None),) * len(_COSTS)))]
+    return [Row(method, _label(method), PAPER, entries + [Entry(None)] * len(COSTS))]
 
 
 def _ablation(results: Sequence[Result]) -> Table:
     rows = []
     for method in TABLES["ablation"].methods:
-        entries: list[Entry] = []
-        for tasks in (DOMAINBED, GLUE):
-            total = average([cell(results, task, method) for task in tasks])
-            entries += [replace(_entry(total), decimals=2), _cost(total.block_compute)]
-        rows.append(Row(method, _label(method), HERE, tuple(entries)))
+        totals = [average([cell(results, task, method) for task in tasks]) for tasks in (DOMAINBED, GLUE)]
+        entries = [e for t in totals for e in (replace(t, decimals=2), Entry(t.block_compute, decimals=2))]
+        rows.append(Row(method, _label(method), HERE, entries))
         numbers = [Entry(value, decimals=2) for value in paper.ABLATION[method].values()]
-        rows.append(Row(method, _label(method), PAPER, tuple(numbers)))
-    notes = (
-        _SEEDS_NOTE,
-        "C_B is out of 56 blocks on DomainBed and 272 on GLUE.",
-        *_environment_notes(results, (*DOMAINBED, *GLUE)),
+        rows.append(Row(method, _label(method), PAPER, numbers))
+    notes = [_SEEDS_NOTE, "C_B is out of 56 blocks on DomainBed and 272 on GLUE."]
+    notes += _environment_notes(results, (*DOMAINBED, *GLUE))
+    return Table(
+        "ablation", TABLES["ablation"].title, ("DomainBed", "DomainBed C_B", "GLUE", "GLUE C_B"), rows, notes, 0
     )
-    columns = ("DomainBed", "DomainBed C_B", "GLUE", "GLUE C_B")
-    return Table("ablation", TABLES["ablation"].title, columns, tuple(rows), notes, 0)
 
 
 def _by_environment(task: str, results: Sequence[Result]) -> Table:
@@ -207,24 +161,16 @@ def _by_environment(task: str, results: Sequence[Result]) -> Table:
     environments = [name for name in benchmark.environments if name in planned]
     rows = []
     for method in planned_methods(results, [task]):
-        total = cell(results, task, method)
         cells = [cell(results, task, method, environment) for environment in environments]
-        rows.append(_row(method, _label(method), cells, total, 1))
-    head = "Mean" if environments else "Score"
-    notes = [_SEEDS_NOTE]
+        rows.append(_row(method, _label(method), cells, cell(results, task, method), 1))
+    head, what, notes = "Score", "score (%)", [_SEEDS_NOTE]
     if environments:
+        head, what = "Mean", "by held-out environment (%)"
         notes.append("Columns are held-out environments. A seed's mean is taken over them, then mean and deviation.")
         notes += _environment_notes(results, [task])
     name = f"{benchmark.family}-{task}" if benchmark.family else task
-    what = "by held-out environment (%)" if environments else "score (%)"
-    return Table(
-        name,
-        f"{benchmark.title}: {what}",
-        (*environments, head, *_COSTS),
-        tuple(rows),
-        tuple(notes),
-        len(environments) + 1,
-    )
+    columns = (*environments, head, *COSTS)
+    return Table(name, f"{benchmark.title}: {what}", columns, rows, notes, len(environments) + 1)
 
 
 _SEEDS_NOTE = (
@@ -239,50 +185,30 @@ def _environment_notes(results: Sequence[Result], tasks: Sequence[str]) -> list[
     for task in tasks:
         planned, every = grid_of(results, task).environments, find_task(task).environments
         if planned and set(every) - set(planned):
-            names = ", ".join(str(name) for name in every if name in planned)
+            names = ", ".join(name for name in every if name in planned)
             notes.append(
                 f"{find_task(task).title}: only {names} of {len(every)} environments were planned to be held out."
             )
     return notes
 
 
-def _label(method: str) -> str:
+def _label(method: str, results: Sequence[Result] = (), table: str = "") -> str:
+    """A method's name; in the table of a study, with the parameter's value in its runs, which for UniF-MoE itself the
+    base configuration says."""
+    if table in STUDIED:
+        study = STUDIES[STUDIED[table]]
+        if (value := study_value(results, method, study.option, TABLES[table].tasks)) is not None:
+            return f"UniF-MoE, {study.symbol} = {value:g}"
     return _LABELS.get(method) or find_method(method).label
 
 
-def _study_label(results: Sequence[Result], method: str, table: str) -> str:
-    """The value that a parameter has in a method's runs, which for `unif` the base configuration says."""
-    study = _STUDIED[table]
-    value = study_value(results, method, study.option, TABLES[table].tasks)
-    return _label(method) if value is None else f"UniF-MoE, {study.symbol} = {value:g}"
-
-
-def _entry(value: Cell) -> Entry:
-    return Entry(value.mean, value.deviation, value.done, value.wanted)
-
-
-def _cost(value: float | None) -> Entry:
-    return Entry(value, decimals=2)
-
-
-def _marked(table: Table) -> Table:
-    """The table with the best measured score of each column marked; only where there is something to compare."""
-    rows = list(table.rows)
+def _mark_best(table: Table) -> None:
+    """Mark the best measured score of each column, where there is something to compare."""
+    own = [r for r in table.rows if r.source == HERE and (r.method in METHODS or r.method.startswith("unif-"))]
     for column in range(table.scores):
-        mine = [
-            (i, row.entries[column])
-            for i, row in enumerate(rows)
-            if row.source == HERE and row.method in METHODS or row.source == HERE and row.method.startswith("unif-")
-        ]
-        shown = {i: round(e.mean, e.decimals) for i, e in mine if e.mean is not None}
-        if len(shown) < 2:
-            continue
-        for i, value in shown.items():
-            if value == max(shown.values()):
-                entries = list(rows[i].entries)
-                entries[column] = replace(entries[column], best=True)
-                rows[i] = replace(rows[i], entries=tuple(entries))
-    return replace(table, rows=tuple(rows))
+        shown = [(row, e, round(e.mean, e.decimals)) for row in own if (e := row.entries[column]).mean is not None]
+        for row, entry, value in shown if len(shown) > 1 else ():
+            row.entries[column] = replace(entry, best=value == max(other for _, _, other in shown))
 
 
 # -- their forms ------------------------------------------------------------------------------------------------------
@@ -296,13 +222,13 @@ def markdown(table: Table) -> str:
         "| --- |" + " ---: |" * len(table.columns),
     ]
     for row in table.rows:
+        texts = [e.text(" ± ", "–") if e.wanted or e.mean is not None else "" for e in row.entries]
         if row.source == PAPER:
-            cells = [f"*{e.text(' ± ', '–')}*" if e.mean is not None else "" for e in row.entries]
-            lines.append("| *paper* | " + " | ".join(cells) + " |")
+            label, cells = "*paper*", [text and f"*{text}*" for text in texts]
         else:
-            texts = [e.text(" ± ", "–") if e.wanted or e.mean is not None else "" for e in row.entries]
+            label = row.label
             cells = [f"**{text}**" if e.best else text for text, e in zip(texts, row.entries, strict=True)]
-            lines.append(f"| {row.label} | " + " | ".join(cells) + " |")
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", " ".join(table.notes)])
 
 
@@ -322,18 +248,17 @@ def latex(table: Table) -> str:
         r"\midrule",
     ]
     for row in table.rows:
-        cells = [_tex_entry(e) for e in row.entries]
         label = r"\quad\textit{paper}" if row.source == PAPER else _tex(row.label)
-        lines.append(" & ".join([label, *cells]) + r" \\")
+        lines.append(" & ".join([label, *map(_tex_entry, row.entries)]) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table*}", ""])
 
 
 def _tex_entry(entry: Entry) -> str:
     if entry.mean is None:
         return rf"-- {{\scriptsize({entry.done}/{entry.wanted})}}" if entry.wanted else ""
-    number = f"{entry.mean:.{entry.decimals}f}"
-    spread = "" if entry.deviation is None else rf"\pm{entry.deviation:.{entry.decimals}f}"
-    return rf"$\mathbf{{{number}}}{spread}$" if entry.best else f"${number}{spread}$"
+    number, plus_minus, spread = entry.text("±", "").partition("±")
+    number = rf"\mathbf{{{number}}}" if entry.best else number
+    return f"${number}" + (rf"\pm{spread}$" if plus_minus else "$")
 
 
 def _tex(text: str) -> str:
@@ -343,22 +268,24 @@ def _tex(text: str) -> str:
 
 def as_csv(table: Table) -> str:
     """One line for each entry, unrounded: method, source, column, mean, deviation, runs there and runs needed."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["table", "method", "label", "source", "column", "mean", "deviation", "runs", "of"])
-    for row in table.rows:
-        for column, e in zip(table.columns, row.entries, strict=True):
-            if e.mean is None and not e.wanted:
-                continue
-            counts = ["", ""] if row.source == PAPER else [e.done, e.wanted]
-            writer.writerow(
-                [table.name, row.method, row.label, row.source, column, _blank(e.mean), _blank(e.deviation), *counts]
-            )
-    return text.getvalue()
-
-
-def _blank(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"
+    return csv_text(
+        [
+            {
+                "table": table.name,
+                "method": row.method,
+                "label": row.label,
+                "source": row.source,
+                "column": column,
+                "mean": "" if e.mean is None else f"{e.mean:.6g}",
+                "deviation": "" if e.deviation is None else f"{e.deviation:.6g}",
+                "runs": "" if row.source == PAPER else e.done,
+                "of": "" if row.source == PAPER else e.wanted,
+            }
+            for row in table.rows
+            for column, e in zip(table.columns, row.entries, strict=True)
+            if e.mean is not None or e.wanted
+        ]
+    )
 
 
 def missing_runs(results: Sequence[Result]) -> str:
@@ -368,6 +295,6 @@ def missing_runs(results: Sequence[Result]) -> str:
         return ""
     lines = [f"### {len(missing)} of {len(results)} planned runs have not finished\n"]
     for r in missing:
-        words = r.last_words
+        words = last_words(r.folder)
         lines.append(f"- {r.name}: " + (f"`{words}` ({r.folder / 'log.txt'})" if words else "not begun"))
     return "\n".join(lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from unifmoe_dist.runtime.heartbeat import followed
 from unifmoe_dist.runtime.ranks import seed_everything
 from unifmoe_dist.studies.cost.count import Cost, count_cost
 from unifmoe_dist.studies.cost.measure import MeasuredCost, measure_cost
+from unifmoe_dist.studies.cost.table import statistics_of
 from unifmoe_dist.studies.run_report.loading import NEUTRAL, LoadedRun
 from unifmoe_dist.studies.run_report.sample import Sample
 from unifmoe_dist.studies.usage.maps import PatchGrid
@@ -53,35 +55,39 @@ class CostColumn:
     cost: Cost
     measured: MeasuredCost | None
 
-
-@dataclass(frozen=True)
-class CostTable:
-    """Columns of the table, and why a method has none.
-
-    Args:
-        columns: Models.
-        missing: By method's label, what stands against building it here.
-    """
-
-    columns: list[CostColumn]
-    missing: Mapping[str, str]
+    def record(self) -> dict[str, Any]:
+        """In the table's units."""
+        return {
+            "label": self.label,
+            "method": self.method,
+            "trained": self.trained,
+            **statistics_of(self.cost, self.measured),
+            "device": self.measured and self.measured.device,
+            "memory_kind": self.measured and self.measured.memory_kind,
+        }
 
 
 def own_cost(run: LoadedRun, sample: Sample, usage: Mapping[str, UsageSummary], measure: bool) -> CostColumn:
     """The run's model as it was trained."""
     cost = count_cost(run.model, _counted(run, sample)[0], usage)
 
+    def deploy() -> nn.Module:
+        return copy.deepcopy(run.model).cpu()
+
     def prepare() -> nn.Module:
         algorithm = build.build_algorithm(run.config, run.task)
-        algorithm.model = copy.deepcopy(run.model).cpu()
+        algorithm.model = deploy()
         return algorithm
 
-    measured = _measure(run, sample, lambda: copy.deepcopy(run.model).cpu(), prepare) if measure else None
+    measured = _measure(run, sample, deploy, prepare) if measure else None
     return CostColumn(f"{run.method} ({run.name})", run.paper_method, True, cost, measured)
 
 
-def method_costs(run: LoadedRun, sample: Sample, own: CostColumn, measure: bool) -> CostTable:
-    """Every method of the paper's tables at the run's backbone, data and layers, the run's own in its place."""
+def method_costs(
+    run: LoadedRun, sample: Sample, own: CostColumn, measure: bool
+) -> tuple[list[CostColumn], dict[str, str]]:
+    """Every method of the paper's tables at the run's backbone, data and layers, the run's own in its place; and, by
+    method's label, what stands against building it here."""
     columns = [] if own.method in METHODS else [own]
     missing = {}
     for name in followed(list(METHODS), "cost of methods"):
@@ -89,7 +95,7 @@ def method_costs(run: LoadedRun, sample: Sample, own: CostColumn, measure: bool)
             columns.append(own if own.method == name else _fresh(run, sample, name, measure))
         except UserError as error:
             missing[METHODS[name].label] = str(error).rstrip(".")
-    return CostTable(columns, missing)
+    return columns, missing
 
 
 def _fresh(run: LoadedRun, sample: Sample, name: str, measure: bool) -> CostColumn:
@@ -135,18 +141,14 @@ def method_config(config: TrainConfig, name: str) -> TrainConfig:
 
 def _counted(run: LoadedRun, sample: Sample) -> Batch:
     """Items that are counted on. Images of a run are all of one size, and texts at most MAX_LENGTH long."""
-    length = MAX_LENGTH
-    if not run.is_text:
-        grid = PatchGrid.of(run.model)
-        length = grid.rows * grid.columns + grid.prefix
+    length = MAX_LENGTH if run.is_text else PatchGrid.of(run.model).tokens
     return sample.batch(max(1, min(EVAL_ITEMS, COUNTED_TOKENS // length)))
 
 
 def _measure(
     run: LoadedRun, sample: Sample, deploy: Callable[[], nn.Module], prepare: Callable[[], nn.Module]
 ) -> MeasuredCost:
-    batches = TrainBatches(run.task, run.config.data.batch_size, run.config.seed, 0, 1, 1)
-    (train,) = batches.step(0)
+    (train,) = TrainBatches(run.task, run.config.data.batch_size, run.config.seed, 0, 1, 1).step(0)
     return measure_cost(deploy, prepare, training_loss, train, sample.batch(EVAL_ITEMS)[0], run.device)
 
 

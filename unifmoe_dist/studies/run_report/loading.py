@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods.registry import METHODS
 from unifmoe_dist.runtime import heartbeat
 from unifmoe_dist.runtime.ranks import Ranks, seed_everything
+from unifmoe_dist.studies.records import read_summary
 from unifmoe_dist.studies.training_plots import read_metrics
 from unifmoe_dist.train import checkpoint
 from unifmoe_dist.train.cli import load_train_config
@@ -27,7 +28,7 @@ from unifmoe_dist.train.own_model import own_model, own_task
 from unifmoe_dist.upcycling import moe_layers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LoadedRun:
     """A run with the weights of one of its checkpoints.
 
@@ -82,9 +83,8 @@ class LoadedRun:
         for method in METHODS.values():
             here = find_task(config.data.task).method_options.get(method.name, {})
             options = {**NEUTRAL, **method.options, **here}
-            for name in ("model.num_experts", "model.max_experts"):  # as many as the run has
-                options.pop(name, None)
-            if all(_option(config, name) == value for name, value in options.items()):
+            slots = ("model.num_experts", "model.max_experts")  # as many as the run has
+            if all(attrgetter(name)(config) == value for name, value in options.items() if name not in slots):
                 return method.name
         return None
 
@@ -103,11 +103,6 @@ NEUTRAL: dict[str, Any] = {
     "model.block_choice": "prototype",
 }
 """Options that methods change, as they are where a method does not."""
-
-
-def _option(config: TrainConfig, name: str) -> Any:
-    group, key = name.split(".")
-    return getattr(getattr(config, group), key)
 
 
 def load_run(folder: Path, name: str = "best", label: str | None = None, data_root: Path | None = None) -> LoadedRun:
@@ -130,7 +125,9 @@ def load_run(folder: Path, name: str = "best", label: str | None = None, data_ro
             f"{folder} holds no checkpoint yet, so there are no trained weights to look into; if the run is going on, "
             f"wait for its first evaluation (every {config.eval_every} steps), otherwise train it anew."
         )
-    saved = checkpoint.latest(folder, name)
+    saved, summary = checkpoint.latest(folder, name), read_summary(folder)
+    if summary is None and (path := folder / "summary.json").is_file():
+        raise UserError(f"{path} cannot be read; test the run again with launch/evaluate.py.")
     config.parallel.gradient_checkpointing = False
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     seed_everything(config.seed)
@@ -148,7 +145,7 @@ def load_run(folder: Path, name: str = "best", label: str | None = None, data_ro
         task=task,
         model=model.to(device).eval(),
         records=read_metrics(folder) if (folder / "metrics.jsonl").is_file() else [],
-        summary=_summary(folder / "summary.json"),
+        summary=summary,
         device=device,
     )
 
@@ -167,12 +164,3 @@ def _quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
-
-
-def _summary(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path} cannot be read ({error}); test the run again with launch/evaluate.py.") from error

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from unifmoe_dist.studies.diagnostics.demand_statistics import HIGH, LOW
-from unifmoe_dist.studies.figures import coactivation_figure, demand_figure, transition_figure
-from unifmoe_dist.studies.html import Block, Cell, Number, Picture, Section, Table, Text
+from unifmoe_dist.studies.figures.diagnostics import coactivation_figure, demand_figure, transition_figure
+from unifmoe_dist.studies.page import Block, Cell, Number, Picture, Section, Table
 from unifmoe_dist.studies.run_report.study import RunStudy
 
 
@@ -23,11 +23,9 @@ def observation_sections(found: RunStudy, prefix: str) -> list[Section]:
         Section(
             "Observation 1: do experts that work together write alike?",
             [
-                Text(
-                    "A hidden channel is shared by two experts if the cosine of their value rows is at least "
-                    f"{delta:g}. The paper finds a correlation of 0.697 between a pair's shared ratio and how "
-                    f"often tokens go to it. Here: {size}.{pair}"
-                ),
+                "A hidden channel is shared by two experts if the cosine of their value rows is at least "
+                f"{delta:g}. The paper finds a correlation of 0.697 between a pair's shared ratio and how "
+                f"often tokens go to it. Here: {size}.{pair}",
                 *_nothing_shared(found),
                 _coactivation_table(found, prefix),
                 *_pictures(found, prefix, "alignment"),
@@ -36,14 +34,12 @@ def observation_sections(found: RunStudy, prefix: str) -> list[Section]:
         Section(
             "Observation 2: does the residual ask for another routing?",
             [
-                Text(
-                    "Experts are frozen and the shared response of each token's two experts is set apart; a new "
-                    f"top-2 router for what remains is trained on the task for {steps} steps. Its control is "
-                    "trained from the same start on the complete responses. In the paper 5.7 % of tokens keep "
-                    "their set and the mean diagonal is 26.9 %, without a control. Only a difference between "
-                    "residual and control speaks for the residual: what both show comes from training a router "
-                    "anew."
-                ),
+                "Experts are frozen and the shared response of each token's two experts is set apart; a new "
+                f"top-2 router for what remains is trained on the task for {steps} steps. Its control is "
+                "trained from the same start on the complete responses. In the paper 5.7 % of tokens keep "
+                "their set and the mean diagonal is 26.9 %, without a control. Only a difference between "
+                "residual and control speaks for the residual: what both show comes from training a router "
+                "anew.",
                 _transition_table(found, prefix),
                 *_pictures(found, prefix, "ranks"),
             ],
@@ -51,11 +47,9 @@ def observation_sections(found: RunStudy, prefix: str) -> list[Section]:
         Section(
             "Observation 3: how many residual experts does a token need?",
             [
-                Text(
-                    "The functional demand k_ε is the least number of residual experts, in the residual router's "
-                    "order, that restore a token's output to a relative error of ε. If sharing leaves less to "
-                    "route, pairs with a high shared ratio need fewer."
-                ),
+                "The functional demand k_ε is the least number of residual experts, in the residual router's "
+                "order, that restore a token's output to a relative error of ε. If sharing leaves less to "
+                "route, pairs with a high shared ratio need fewer.",
                 _demand_table(found, prefix),
                 *_pictures(found, prefix, "demand"),
             ],
@@ -68,93 +62,86 @@ def _nothing_shared(found: RunStudy) -> list[Block]:
     layers = {layer: d for layer, d in found.diagnoses.items() if not d.sets.shared.any()}
     if not layers:
         return []
-    first = next(iter(layers.values()))
     tenth = min(float(d.sets.alignment.flatten().quantile(0.9)) for d in layers.values())
     return [
-        Text(
-            f"In {' and '.join(layers)} no channel of any pair is shared at {first.settings.delta:g}. The residual is "
-            "the complete response then: residual router and control of observation 2 are the same by construction, "
-            "and observations 2 and 3 say nothing about sharing. --delta lowers the threshold; at "
-            f"{math.floor(100 * tenth) / 100:g} a tenth of all channels or more is shared."
-        )
+        f"In {' and '.join(layers)} no channel of any pair is shared at {next(iter(layers.values())).sets.delta:g}. "
+        "The residual is the complete response then: residual router and control of observation 2 are the same by "
+        "construction, and observations 2 and 3 say nothing about sharing. --delta lowers the threshold; at "
+        f"{math.floor(100 * tenth) / 100:g} a tenth of all channels or more is shared."
     ]
 
 
 def _coactivation_table(found: RunStudy, prefix: str) -> Table:
-    rows: list[list[Cell]] = []
-    for layer, d in found.diagnoses.items():
-        ratio, frequency = d.sets.ratio, d.frequency
-        rows.append(
-            [
-                layer,
-                Number(d.coactivation.r, ".3f"),
-                Number(d.coactivation.p_value, ".2g"),
-                Number(float(d.sets.alignment.median()), ".3f"),
-                Number(float(ratio.mean()), ".1%"),
-                Number(float(ratio.min()), ".1%"),
-                Number(float(ratio.max()), ".1%"),
-                Number(float(frequency.min()), ".1%"),
-                Number(float(frequency.max()), ".1%"),
-            ]
-        )
-    return Table(
-        f"{prefix}observation-1",
+    rows: list[dict[str, Cell]] = [
+        {
+            "layer": layer,
+            "r": Number(d.coactivation.r, ".3f"),
+            "p": Number(d.coactivation.p_value, ".2g"),
+            "median cosine": Number(float(d.sets.alignment.median()), ".3f"),
+            "mean ratio": Number(float(d.sets.ratio.mean()), ".1%"),
+            "lowest": Number(float(d.sets.ratio.min()), ".1%"),
+            "highest": Number(float(d.sets.ratio.max()), ".1%"),
+            "tokens, lowest": Number(float(d.frequency.min()), ".1%"),
+            "tokens, highest": Number(float(d.frequency.max()), ".1%"),
+        }
+        for layer, d in found.diagnoses.items()
+    ]
+    caption = (
         "Pearson's r of shared ratio and co-activation over pairs, with its two-sided p-value; the median cosine "
         "of channels, over all pairs; shared ratios, and the fractions of tokens routed to a pair. Where all "
         "experts are still alike (ratios near 100 %) or no longer (near 0 %) there is nothing to correlate, and "
-        "a dash stands for an r that does not exist.",
-        ["layer", "r", "p", "median cosine", "mean ratio", "lowest", "highest", "tokens, lowest", "tokens, highest"],
-        rows,
+        "a dash stands for an r that does not exist."
     )
+    return Table(f"{prefix}observation-1", caption, rows)
 
 
 def _transition_table(found: RunStudy, prefix: str) -> Table:
-    rows: list[list[Cell]] = []
-    for layer, d in found.diagnoses.items():
-        for what, t in (("residual", d.transition), ("control", d.control)):
-            if t is not None:
-                rows.append(
-                    [
-                        f"{layer}, {what}",
-                        Number(t.same_pair, ".1%"),
-                        Number(t.chance_same_pair, ".1%"),
-                        Number(t.diagonal, ".1%"),
-                        Number(t.chance_diagonal, ".1%"),
-                    ]
-                )
-    return Table(
-        f"{prefix}observation-2",
+    rows: list[dict[str, Cell]] = [
+        {
+            "layer and router": f"{layer}, {what}",
+            "same set": Number(t.same_pair, ".1%"),
+            "by chance": Number(t.chance_same_pair, ".1%"),
+            "mean diagonal": Number(t.diagonal, ".1%"),
+            "by chance (diagonal)": Number(t.chance_diagonal, ".1%"),
+        }
+        for layer, d in found.diagnoses.items()
+        for what, t in (("residual", d.transition), ("control", d.control))
+        if t is not None
+    ]
+    caption = (
         "Tokens whose set of two best experts stays the same, and the mean diagonal of the rank-transition "
-        "matrix; beside each what two unrelated rankings would give.",
-        ["layer and router", "same set", "by chance", "mean diagonal", "by chance (diagonal)"],
-        rows,
+        "matrix; beside each what two unrelated rankings would give."
     )
+    return Table(f"{prefix}observation-2", caption, rows)
 
 
 def _demand_table(found: RunStudy, prefix: str) -> Table:
-    rows: list[list[Cell]] = []
+    rows: list[dict[str, Cell]] = []
     for layer, d in found.diagnoses.items():
         for s in d.demand:
-            row = [f"{layer}, ε = {s.epsilon:g}"]
-            seen = s.mean_demand[s.tokens > 0]
-            cells = [Number(float(seen.mean()))]
-            cells += [Number(group.mean_demand if group else None) for group in (s.groups.get(LOW), s.groups.get(HIGH))]
-            cells += [
-                Number(group.success(2) if group else None, ".1%") for group in (s.groups.get(LOW), s.groups.get(HIGH))
-            ]
-            cells += [Number(s.correlation, ".3f"), Number(s.interval[0], ".3f"), Number(s.interval[1], ".3f")]
-            rows.append([*row, *cells])
-    level = next(iter(found.diagnoses.values())).demand[0].confidence
-    return Table(
-        f"{prefix}observation-3",
+            low, high = s.groups.get(LOW), s.groups.get(HIGH)
+            rows.append(
+                {
+                    "layer and tolerance": f"{layer}, ε = {s.epsilon:g}",
+                    "mean k_ε": Number(float(s.mean_demand.nanmean())),
+                    "low": Number(low.mean_demand if low else None),
+                    "high": Number(high.mean_demand if high else None),
+                    "success at 2, low": Number(low.success(2) if low else None, ".1%"),
+                    "success, high": Number(high.success(2) if high else None, ".1%"),
+                    "r": Number(s.correlation, ".3f"),
+                    "from": Number(s.interval[0], ".3f"),
+                    "to": Number(s.interval[1], ".3f"),
+                }
+            )
+    level = next(iter(found.diagnoses.values())).settings.confidence
+    caption = (
         "The mean k_ε over all pairs, then over the pairs with the lowest and the highest shared ratio, every pair "
         "weighing the same; a dash where all ratios are equal. "
         "Success is the share of tokens for which two residual experts are enough. r correlates shared ratio and "
         f"mean demand over pairs; beside it its {100 * level:.0f} % bootstrap interval over pairs. An interval "
-        "that contains 0 decides nothing.",
-        ["layer and tolerance", "mean k_ε", "low", "high", "success at 2, low", "success, high", "r", "from", "to"],
-        rows,
+        "that contains 0 decides nothing."
     )
+    return Table(f"{prefix}observation-3", caption, rows)
 
 
 _DRAWN = {

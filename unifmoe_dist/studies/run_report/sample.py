@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, takewhile
 from typing import Any
 
 import torch
@@ -70,16 +71,10 @@ def draw_sample(
     if most_items is not None:
         return Sample(run, places[:most_items])
     if not run.is_text:
-        grid = PatchGrid.of(run.model)
-        return Sample(run, places[: max(1, most_tokens // (grid.rows * grid.columns + grid.prefix))])
-    chosen: list[Place] = []
-    tokens = 0
-    for data, index in places:
-        tokens += len(run.task.test[data][index][0])
-        if tokens > most_tokens and chosen:
-            break
-        chosen.append((data, index))
-    return Sample(run, chosen)
+        return Sample(run, places[: max(1, most_tokens // PatchGrid.of(run.model).tokens)])
+    tokens = accumulate(len(run.task.test[data][index][0]) for data, index in places)
+    fitting = sum(1 for _ in takewhile(lambda total: total <= most_tokens, tokens))
+    return Sample(run, places[: max(1, fitting)])
 
 
 def pixels(run: LoadedRun, images: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from torch import Tensor
 from unifmoe_dist.data.images import ImageDataset
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.studies.figures import element_figure
-from unifmoe_dist.studies.html import Block, Cell, Number, Picture, Section, Table, Text
+from unifmoe_dist.studies.figures.maps import element_figure
+from unifmoe_dist.studies.page import Block, Cell, Number, Picture, Section, Table
 from unifmoe_dist.studies.run_report.loading import LoadedRun
 from unifmoe_dist.studies.run_report.sample import Place, Sample, draw_sample, pixels, test_places
 from unifmoe_dist.studies.usage.capture import Capture, capture
@@ -155,44 +155,39 @@ def element_sections(run: LoadedRun, found: ElementStudy | None, prefix: str) ->
     kinds = torch.tensor([len(one.unique()) for one in masks.elements])
     shown = int(kinds.argmax())  # an image that shows many elements
     image = pixels(run, run.task.collate(masks.sample.items(shown, 1))[0]["x"])[0]
-    blocks: list[Block] = [Text(masks.origin)]
+    blocks: list[Block] = [masks.origin]
     for number, (layer, usage) in enumerate(found.usage.items(), start=1):
-        blocks += [
-            _table(masks, layer, usage, f"{prefix}elements-{number}"),
-            _picture(masks, layer, usage, f"{prefix}element-usage-{number}", image, masks.elements[shown]),
-        ]
+        drawn = usage.most_common(MOST_DRAWN)
+        caption = (
+            "Above: one of the images, and the element of each of its patches. Below: within each element (a row; in "
+            "brackets its number of patches, over all images), how its shared blocks and its residual experts are "
+            "divided, in percent. Rows that look alike mean that the layer does not tell the elements apart."
+        )
+        if len(drawn.elements) < len(usage.elements):
+            caption += f" The {MOST_DRAWN} most common of {len(usage.elements)} elements are drawn."
+        figure = element_figure(image, masks.elements[shown], drawn, list(map(masks.name, drawn.elements)))
+        title = f"Shared blocks and residual experts by element, {layer}"
+        blocks.append(_element_table(masks, layer, usage, f"{prefix}elements-{number}"))
+        blocks.append(Picture(f"{prefix}element-usage-{number}", title, caption, figure))
     return [Section("Usage by semantic element", blocks)]
 
 
-def _table(masks: Masks, layer: str, usage: ElementUsage, name: str) -> Table:
-    means = zip(usage.compute, usage.shared_demand, usage.shared_block_count, usage.expert_count, strict=True)
-    rows: list[list[Cell]] = [
-        [
-            masks.name(element),
-            Number(count, ",d"),
-            *(Number(float(mean)) for mean in values),
-            *(Number(float(share), ".0%") for share in shares),
-        ]
-        for element, count, values, shares in zip(usage.elements, usage.patches, means, usage.experts, strict=True)
+def _element_table(masks: Masks, layer: str, usage: ElementUsage, name: str) -> Table:
+    rows: list[dict[str, Cell]] = [
+        {
+            "element": masks.name(element),
+            "patches": Number(usage.patches[i], ",d"),
+            "C_B": Number(float(usage.compute[i])),
+            "α": Number(float(usage.shared_demand[i])),
+            "b": Number(float(usage.shared_block_count[i])),
+            "k": Number(float(usage.expert_count[i])),
+            **{f"E{e}": Number(share, ".0%") for e, share in enumerate(usage.experts[i].tolist())},
+        }
+        for i, element in enumerate(usage.elements)
     ]
-    return Table(
-        name,
+    caption = (
         f"{layer}: means over the patches of each element of executed blocks C_B, shared demand α, shared blocks b "
         "and residual experts k; then the share of the element's residual-expert activations that goes to each "
-        "expert, E0 to the last (a row's shares add up to 100 %).",
-        ["element", "patches", "C_B", "α", "b", "k", *(f"E{e}" for e in range(usage.experts.shape[1]))],
-        rows,
+        "expert, E0 to the last (a row's shares add up to 100 %)."
     )
-
-
-def _picture(masks: Masks, layer: str, usage: ElementUsage, name: str, image: Tensor, mask: Tensor) -> Picture:
-    drawn = usage.most_common(MOST_DRAWN)
-    caption = (
-        "Above: one of the images, and the element of each of its patches. Below: within each element (a row; in "
-        "brackets its number of patches, over all images), how its shared blocks and its residual experts are "
-        "divided, in percent. Rows that look alike mean that the layer does not tell the elements apart."
-    )
-    if len(drawn.elements) < len(usage.elements):
-        caption += f" The {MOST_DRAWN} most common of {len(usage.elements)} elements are drawn."
-    figure = element_figure(image, mask, drawn, [masks.name(element) for element in drawn.elements])
-    return Picture(name, f"Shared blocks and residual experts by element, {layer}", caption, figure)
+    return Table(name, caption, rows)

@@ -1,4 +1,4 @@
-"""Everything that is computed about one run; `sections.py` shows it."""
+"""Everything that is computed about one run; the modules of sections show it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,12 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.layer import UniFMoELayer
 from unifmoe_dist.methods.topk import TopKConfig
 from unifmoe_dist.runtime import heartbeat
-from unifmoe_dist.studies.cost.table import statistics_of
-from unifmoe_dist.studies.diagnostics import (
-    Diagnosis,
-    FrozenExperts,
-    RouterTraining,
-    Settings,
-    diagnose,
-    train_router_on_task,
-)
-from unifmoe_dist.studies.diagnostics.alignment import shared_sets
-from unifmoe_dist.studies.diagnostics.tables import as_record
+from unifmoe_dist.studies.diagnostics.channels import FrozenExperts, shared_sets
+from unifmoe_dist.studies.diagnostics.files import as_record
+from unifmoe_dist.studies.diagnostics.routers import RouterTraining, train_router_on_task
+from unifmoe_dist.studies.diagnostics.study import Diagnosis, Settings, diagnose
 from unifmoe_dist.studies.records import plain
-from unifmoe_dist.studies.run_report.costs import CostColumn, CostTable, method_costs, own_cost
+from unifmoe_dist.studies.run_report.costs import CostColumn, method_costs, own_cost
 from unifmoe_dist.studies.run_report.loading import LoadedRun, layer_names
 from unifmoe_dist.studies.run_report.sample import MOST_TOKENS, Sample, draw_sample, token_strings
 from unifmoe_dist.studies.run_report.segments import ElementStudy, Masks, ink_masks, read_masks, study_elements
@@ -78,7 +71,8 @@ class RunStudy:
         texts: C_B token by token in every UniF-MoE layer of a run on text; empty for images.
         elements: Use by semantic element, of a run on images with masks.
         diagnoses: Of its layers that send tokens to a fixed number of experts, at least two.
-        costs: Its own model, and the paper's methods if they were asked for.
+        costs: Of its own model, and of the paper's methods if they were asked for.
+        costs_missing: By method's label, what stands against building it here.
     """
 
     run: LoadedRun
@@ -89,11 +83,8 @@ class RunStudy:
     texts: Mapping[str, list[TextCompute]]
     elements: ElementStudy | None
     diagnoses: Mapping[str, Diagnosis]
-    costs: CostTable
-
-    @property
-    def own_cost(self) -> CostColumn:
-        return next(column for column in self.costs.columns if column.trained)
+    costs: list[CostColumn]
+    costs_missing: Mapping[str, str]
 
     def record(self) -> dict[str, Any]:
         """Every number, as JSON can hold it."""
@@ -113,26 +104,13 @@ class RunStudy:
                 },
                 "executed": {name: asdict(usage) for name, usage in self.executed.items()},
                 "usage": {name: usage_record(usage) for name, usage in self.usage.items()},
-                "tokens": {name: [asdict(mean) for mean in token_means(texts)] for name, texts in self.texts.items()},
+                "tokens": {name: token_means(texts).to_dict("records") for name, texts in self.texts.items()},
                 "elements": self.elements and self.elements.record(),
                 "diagnoses": {name: as_record(diagnosis) for name, diagnosis in self.diagnoses.items()},
-                "costs": [cost_record(column) for column in self.costs.columns],
-                "costs_missing": self.costs.missing,
+                "costs": [column.record() for column in self.costs],
+                "costs_missing": self.costs_missing,
             }
         )
-
-
-def cost_record(column: CostColumn) -> dict[str, Any]:
-    """A column of the cost table, in the table's units."""
-    measured = column.measured
-    return {
-        "label": column.label,
-        "method": column.method,
-        "trained": column.trained,
-        **statistics_of(column.cost, measured),
-        "device": measured and measured.device,
-        "memory_kind": measured and measured.memory_kind,
-    }
 
 
 def find_masks(runs: Sequence[LoadedRun], options: StudyOptions) -> list[Masks | None]:
@@ -143,17 +121,14 @@ def find_masks(runs: Sequence[LoadedRun], options: StudyOptions) -> list[Masks |
     """
     if options.masks is None:
         return [None] * len(runs)
-    if not any(_has_unif(run) for run in runs):
+    unif = [any(isinstance(layer, UniFMoELayer) for layer in run.layers.values()) for run in runs]
+    if not any(unif):
         names = " and ".join(run.name for run in runs)
         raise UserError(f"--masks shows what UniF-MoE layers use, but {names} has none; leave it out.")
     return [
-        read_masks(run, options.masks, options.most_tokens, options.most_items) if _has_unif(run) else None
-        for run in runs
+        read_masks(run, options.masks, options.most_tokens, options.most_items) if has_unif else None
+        for run, has_unif in zip(runs, unif, strict=True)
     ]
-
-
-def _has_unif(run: LoadedRun) -> bool:
-    return any(isinstance(layer, UniFMoELayer) for layer in run.layers.values())
 
 
 def study(run: LoadedRun, options: StudyOptions, masks: Masks | None = None) -> RunStudy:
@@ -188,8 +163,8 @@ def study(run: LoadedRun, options: StudyOptions, masks: Masks | None = None) -> 
     diagnoses = {name: diagnose_layer(run, name, layer, captured[name], options) for name, layer in diagnosed.items()}
     heartbeat.doing(f"{run.name}: cost of the model")
     own = own_cost(run, sample, counted, options.measure)
-    costs = method_costs(run, sample, own, options.measure) if options.methods else CostTable([own], {})
-    return RunStudy(run, sample, captured, executed, usage, texts, elements, diagnoses, costs)
+    costs, missing = method_costs(run, sample, own, options.measure) if options.methods else ([own], {})
+    return RunStudy(run, sample, captured, executed, usage, texts, elements, diagnoses, costs, missing)
 
 
 def can_be_diagnosed(layer: Any) -> bool:
@@ -201,16 +176,14 @@ def diagnose_layer(run: LoadedRun, name: str, layer: Any, captured: Capture, opt
     """The three observations on one layer, with the residual router and its control trained on the task."""
     assert captured.tokens is not None
     experts = FrozenExperts.of(layer)
-    training = RouterTraining(steps=options.router_steps)
-    settings = Settings(delta=options.delta, router=training)
+    settings = Settings(delta=options.delta, router=RouterTraining(steps=options.router_steps))
     sets = shared_sets(experts, settings.delta)
     logits = []
     for extracted, what in ((sets, "residual router"), (sets.none_shared(), "its control")):
         batches = _training_batches(run, options.router_steps, f"{run.name}: {name}, {what}")
-        weight = train_router_on_task(run.model, layer, extracted, batches, _task_loss, training)
+        weight = train_router_on_task(run.model, layer, extracted, batches, _task_loss, settings.router)
         logits.append(captured.tokens.float() @ weight.cpu().T)
-    scores = expert_scores(captured.routing)
-    return diagnose(experts, captured.tokens, scores, settings, residual_logits=logits[0], control_logits=logits[1])
+    return diagnose(experts, captured.tokens, expert_scores(captured.routing), settings, *logits)
 
 
 def _training_batches(run: LoadedRun, steps: int, progress: str) -> Iterator[tuple[dict[str, Tensor], Tensor]]:

@@ -7,7 +7,7 @@ paper's code. They are an order of magnitude for this project's code, until its 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,8 +17,9 @@ from unifmoe_dist.data.glue import FACTS
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.methods.registry import method_of
 from unifmoe_dist.studies.paper_numbers import COST
+from unifmoe_dist.studies.records import read_summary
 from unifmoe_dist.studies.sweep.plan import Run
-from unifmoe_dist.studies.sweep.run_folder import State, read_summary
+from unifmoe_dist.studies.sweep.run_folder import State
 
 _COST_IMAGES, _COST_EVALUATION_IMAGES = 96, 64  # 3 training environments of 32; evaluation batches
 _VISION_WORK = 96 * 197 * 384 * 1536  # tokens x d x H of one FFN in a training step of the cost table
@@ -80,6 +81,25 @@ def estimate(runs: Sequence[Run], states: Sequence[State]) -> Estimate:
     ] = None
     result.assumptions = list(notes)
     return result
+
+
+def describe(runs: Sequence[Run], states: Sequence[State], discard_checkpoints: bool) -> str:
+    """The run list, and the hours and disk it needs."""
+    lines = [f"{state.value:10s} {run.name}  ->  {run.folder}" for run, state in zip(runs, states, strict=True)]
+    counts = Counter(states)
+    lines.append(f"\n{len(runs)} runs: " + ", ".join(f"{counts[state]} {state.value}" for state in State))
+    needs = estimate(runs, states)
+    left = Counter(run.task for run, state in zip(runs, states, strict=True) if state is not State.FINISHED)
+    lines += [f"  {find_task(task).title}: {left[task]} runs, {hours:,.1f} h" for task, hours in needs.hours.items()]
+    unit = "GPU hours (RTX 3090)" if any(find_task(task).family for task in needs.hours) else "CPU-core hours"
+    lines.append(f"time: {sum(needs.hours.values()):,.1f} {unit}")
+    if needs.unknown:
+        lines.append(f"      and {needs.unknown} runs for which there is no basis yet")
+    kept = 0.0 if discard_checkpoints else needs.checkpoint_gb
+    lines.append(f"disk: {needs.data_gb:,.1f} GB of data sets, {kept:,.1f} GB of checkpoints")
+    if kept > 100:
+        lines[-1] += f" ({len(runs)} runs; --discard-checkpoints keeps none)"
+    return "\n".join([*lines, "assumptions:", *(f"  - {sentence}" for sentence in needs.assumptions)])
 
 
 def _measured(runs: Sequence[Run], states: Sequence[State]) -> dict[tuple[str, str], float]:

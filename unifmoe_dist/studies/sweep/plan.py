@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.registry import find_task
-from unifmoe_dist.data.task import Task
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods.registry import find_method, with_options
 from unifmoe_dist.studies.tables import SEEDS
@@ -106,7 +104,9 @@ def expand(selection: Selection, output: Path, configs: Path) -> list[Run]:
         data_set = find_task(task)
         path = selection.config or configs / data_set.base_config
         base = _base(path, tuple(selection.settings))
-        environments = [None] if not data_set.environments else _environments(data_set, selection.held_out)
+        wanted = selection.held_out or data_set.environments  # names that belong to other data sets are theirs
+        environments: list[str | None] = [name for name in data_set.environments if name in wanted]
+        environments = environments if data_set.environments else [None]
         rates: list[float | None] = [*(selection.learning_rates or data_set.learning_rates)] or [None]
         for held_out, method, lr in product(environments, selection.methods, rates):
             runs.append(_run(task, held_out, method, seed, lr, base, output))
@@ -135,11 +135,6 @@ def _refuse_repeats(selection: Selection) -> None:
             raise UserError("--set optim.lr and --lr were both given; use one of them.")
 
 
-def _environments(data_set: Task, wanted: Sequence[str]) -> list[str | None]:
-    """Environments in the data set's order; names that belong to other data sets of the sweep are theirs."""
-    return [name for name in data_set.environments if not wanted or name in wanted]
-
-
 @cache
 def _base(path: Path, settings: tuple[str, ...]) -> TrainConfig:
     if not path.is_file():
@@ -152,19 +147,10 @@ def _run(
 ) -> Run:
     leaf = f"seed{seed}" if lr is None else f"seed{seed}-lr{lr:g}"
     folder = output.joinpath(task, *([] if held_out is None else [folder_name(held_out)]), method, leaf)
-    options: dict[str, Any] = {
-        "data.task": task,
-        "seed": seed,
-        "output": str(folder),
-        "resume": False,
-        "progress": False,
-    }
-    if held_out is not None:
-        options["data.held_out"] = held_out
-    if lr is not None:
-        options["optim.lr"] = lr
     own = {**find_method(method).options, **find_task(task).method_options.get(method, {})}
-    config = with_options(with_options(base, own), options)
+    options = {"data.task": task, "data.held_out": held_out, "seed": seed, "output": str(folder), "optim.lr": lr}
+    options = {name: value for name, value in options.items() if value is not None}
+    config = with_options(base, own | options | {"resume": False, "progress": False})
     run = Run(task, held_out, method, seed, lr, config)
     try:
         config.validate(world_size=1)

@@ -30,7 +30,7 @@ from unifmoe_dist.methods.registry import with_options
 from unifmoe_dist.runtime import heartbeat
 from unifmoe_dist.runtime.local_ranks import process_context, rank_environment, write_output_to
 from unifmoe_dist.studies.sweep.plan import Run
-from unifmoe_dist.studies.sweep.run_folder import State, last_words, locked, prepare, read_summary, state_of
+from unifmoe_dist.studies.sweep.run_folder import State, has_finished, last_words, locked, prepare, state_of
 
 _TAKEN_STATUS = 75  # sysexits' EX_TEMPFAIL: another process is at work in the folder
 _ALIKE = 5
@@ -99,16 +99,9 @@ def run_all(
     outcome = Outcome(skipped=[run for run in runs if states[run.folder] is State.FINISHED])
     todo = deque(run for run in runs if states[run.folder] is not State.FINISHED)
     pool = _Pool(list(places), discard_checkpoints)
-    bar = tqdm(
-        total=len(runs),
-        initial=len(outcome.skipped),
-        desc="sweep",
-        unit="run",
-        dynamic_ncols=True,
-        disable=not progress,
-    )
-    stop = _Stop()
-    with stop, bar:
+    shown = {"desc": "sweep", "unit": "run", "dynamic_ncols": True, "disable": not progress}
+    bar = tqdm(total=len(runs), initial=len(outcome.skipped), **shown)
+    with _Stop() as stop, bar:
         while pool.at_work or (todo and not (stop.count or outcome.alike)):
             while todo and pool.free and not (stop.count or outcome.alike):
                 pool.start(todo.popleft())
@@ -128,7 +121,7 @@ def run_all(
 
 
 def _account(run: Run, status: int, stopping: bool, outcome: Outcome) -> None:
-    if status == 0 and read_summary(run.folder) is not None:
+    if status == 0 and has_finished(run):
         outcome.finished.append(run)
     elif status == _TAKEN_STATUS:
         outcome.elsewhere.append(run)
@@ -233,10 +226,9 @@ def _attempt(run: Run, discard_checkpoints: bool) -> int:
     started = time.monotonic()
     print(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {run.name}", flush=True)
     try:
-        state = state_of(run)
-        if state is not State.FINISHED:  # another sweep may have been faster
+        if state_of(run) is not State.FINISHED:  # another sweep may have been faster
             _train(run)
-        if discard_checkpoints and read_summary(run.folder) is not None:
+        if discard_checkpoints and has_finished(run):
             shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
     except UserError as error:
         print(f"error: {error}")

@@ -16,29 +16,23 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.files import take_lock
+from unifmoe_dist.studies.records import plain, read_summary
 from unifmoe_dist.studies.sweep.plan import Run
 from unifmoe_dist.train.checkpoint import write_text
 from unifmoe_dist.train.old_runs import unwritten
 from unifmoe_dist.train.option_values import by_dotted_name
 
 # Options that do not change what a run finds.
-_WITHOUT_EFFECT = {
-    "output",
-    "resume",
-    "progress",
-    "log_every",
-    "keep_checkpoints",
-    "baseline",
-    "data.root",
-    "data.workers",
-}
+_WITHOUT_EFFECT = (
+    *("output", "resume", "progress", "log_every", "keep_checkpoints", "baseline"),
+    *("data.root", "data.workers"),
+)
 
 
 class State(Enum):
@@ -63,25 +57,21 @@ def state_of(run: Run) -> State:
     except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
         raise UserError(f"{path} is not the configuration of a run; delete {run.folder} or move it away.") from error
     saved = {**unwritten(saved), **saved}
-    planned, default = by_dotted_name(_plain(run.config)), by_dotted_name(_plain(TrainConfig()))
+    planned, default = (by_dotted_name(plain(asdict(config))) for config in (run.config, TrainConfig()))
     for name, value in planned.items():
         if name not in _WITHOUT_EFFECT and saved.get(name, default[name]) != value:
             raise UserError(
                 f"{run.folder} holds a run with {name} {saved.get(name, default[name])}, not {value}; "
                 "choose another --output, or delete that folder."
             )
-    if read_summary(run.folder) is not None:
+    if has_finished(run):
         return State.FINISHED
     return State.PARTIAL if (run.folder / "checkpoints" / "latest").is_file() else State.NEW
 
 
-def read_summary(folder: Path) -> dict[str, Any] | None:
-    """A run's summary.json; None if there is none, or what is there is no summary: then the run has to finish again."""
-    try:
-        summary = json.loads((folder / "summary.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return summary if isinstance(summary, dict) and "wall_seconds" in summary else None
+def has_finished(run: Run) -> bool:
+    """Whether there is a summary; where what is there is none, the run has to finish again."""
+    return read_summary(run.folder, "wall_seconds") is not None
 
 
 def prepare(run: Run) -> None:
@@ -104,13 +94,11 @@ def prepare(run: Run) -> None:
 def locked(folder: Path) -> Iterator[bool]:
     """Whether this process now is the only one to train in the folder; held while the context lasts."""
     with (folder / "sweep.lock").open("a+") as handle:
-        if not take_lock(handle):
-            yield False
-            return
-        handle.truncate(0)
-        handle.write(str(os.getpid()))
-        handle.flush()
-        yield True
+        if alone := take_lock(handle):
+            handle.truncate(0)
+            handle.write(str(os.getpid()))
+            handle.flush()
+        yield alone
 
 
 def last_words(folder: Path) -> str:
@@ -118,7 +106,3 @@ def last_words(folder: Path) -> str:
     path = folder / "log.txt"
     lines = path.read_text(errors="replace").split("\n") if path.is_file() else []
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-
-def _plain(config: TrainConfig) -> dict[str, Any]:
-    return json.loads(json.dumps(asdict(config)))  # tuples become lists, as in YAML

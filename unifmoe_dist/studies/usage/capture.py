@@ -93,14 +93,8 @@ class _Recorder:
         item, position = torch.meshgrid(torch.arange(items), torch.arange(length), indexing="ij")
         real = torch.ones(items, length, dtype=torch.bool) if mask is None else mask.cpu().bool()
         tokens = x[real.to(x.device)]
-        self.parts.append(
-            Capture(
-                _concatenate([layer.route(tokens)]),
-                item[real] + self.items,
-                position[real],
-                tokens.cpu() if self.keep_tokens else None,
-            )
-        )
+        kept = tokens.cpu() if self.keep_tokens else None
+        self.parts.append(Capture(_concatenate([layer.route(tokens)]), item[real] + self.items, position[real], kept))
         self.items += items
 
 

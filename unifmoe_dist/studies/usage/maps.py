@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -32,6 +33,11 @@ class PatchGrid:
         if size is None:
             raise UserError(f"{type(model).__name__} has no patch grid; patch maps need a timm vision transformer.")
         return PatchGrid(int(size[0]), int(size[1]), int(getattr(model, "num_prefix_tokens", 0)))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an image, class tokens among them."""
+        return self.rows * self.columns + self.prefix
 
     def fold(self, values: Tensor, captured: Capture) -> Tensor:
         """Values (N, ...) of captured tokens as (items, rows, columns, ...); class tokens are dropped.
@@ -86,16 +92,8 @@ class ElementUsage:
     def most_common(self, count: int) -> ElementUsage:
         """The `count` elements with the most patches, in the order of their numbers."""
         kept = sorted(sorted(range(len(self.elements)), key=lambda e: -self.patches[e])[:count])
-        return ElementUsage(
-            [self.elements[e] for e in kept],
-            [self.patches[e] for e in kept],
-            self.blocks[kept],
-            self.experts[kept],
-            self.compute[kept],
-            self.shared_demand[kept],
-            self.shared_block_count[kept],
-            self.expert_count[kept],
-        )
+        columns: list[Any] = [[c[e] for e in kept] if isinstance(c, list) else c[kept] for c in vars(self).values()]
+        return ElementUsage(*columns)
 
 
 def element_usage(captured: Capture, grid: PatchGrid, mask: Tensor, ignore: int = -1) -> ElementUsage:
@@ -111,36 +109,29 @@ def element_usage(captured: Capture, grid: PatchGrid, mask: Tensor, ignore: int 
         UserError: The mask has another shape, or names no element.
     """
     routing = captured.routing
-    shared = grid.fold(routing.shared_blocks, captured)
-    active = grid.fold(routing.gates > 0, captured)
-    compute = grid.fold(routing.block_compute, captured)
+    compute = patch_compute(captured, grid)
     if mask.shape != compute.shape:
         raise UserError(f"the mask has shape {tuple(mask.shape)}, but the patches have shape {tuple(compute.shape)}.")
     elements = [int(number) for number in mask.unique() if number != ignore]
     if not elements:
         raise UserError(f"the mask names no element: every patch is {ignore}.")
-    groups = [mask == number for number in elements]
 
     def means(values: Tensor) -> Tensor:
-        return torch.stack([values[group].double().mean() for group in groups])
+        """(E, ...) mean of values (N, ...) over each element's patches."""
+        folded = grid.fold(values.double(), captured)
+        return torch.stack([folded[mask == number].mean(0) for number in elements])
 
+    blocks, experts = means(routing.shared_blocks), means(routing.gates > 0)
     return ElementUsage(
         elements,
-        [int(group.sum()) for group in groups],
-        torch.stack([_shares(shared[group]) for group in groups]),
-        torch.stack([_shares(active[group]) for group in groups]),
-        means(compute),
-        *(
-            means(grid.fold(values, captured))
-            for values in (routing.shared_demand, routing.shared_block_count, routing.expert_count)
-        ),
+        [int((mask == number).sum()) for number in elements],
+        blocks / blocks.sum(1, keepdim=True),
+        experts / experts.sum(1, keepdim=True),
+        means(routing.block_compute),
+        means(routing.shared_demand),
+        means(routing.shared_block_count),
+        means(routing.expert_count),
     )
-
-
-def _shares(used: Tensor) -> Tensor:
-    """Column sums of (patches, choices), as fractions of all."""
-    counts = used.double().sum(0)
-    return counts / counts.sum()
 
 
 @dataclass(frozen=True)
@@ -152,27 +143,14 @@ class TextCompute:
     expert_count: list[int]
 
 
-@dataclass(frozen=True)
-class TokenMean:
-    """A word of the vocabulary over all its occurrences: mean C_B, mean k, and how often it was seen."""
-
-    token: str
-    block_compute: float
-    expert_count: float
-    count: int
-
-
-def token_means(texts: Sequence[TextCompute]) -> list[TokenMean]:
-    """Mean C_B and k of every different token of some texts, by falling C_B, equal ones by their string."""
-    seen: dict[str, list[tuple[int, int]]] = {}
-    for text in texts:
-        for token, compute, experts in zip(text.tokens, text.block_compute, text.expert_count, strict=True):
-            seen.setdefault(token, []).append((compute, experts))
-    means = [
-        TokenMean(token, sum(c for c, _ in values) / len(values), sum(k for _, k in values) / len(values), len(values))
-        for token, values in seen.items()
-    ]
-    return sorted(means, key=lambda mean: (-mean.block_compute, mean.token))
+def token_means(texts: Sequence[TextCompute]) -> pd.DataFrame:
+    """Every different token of some texts with mean C_B, mean k and how often it was seen: columns token,
+    block_compute, expert_count and count, by falling C_B, equal ones by their string."""
+    tokens = pd.concat([pd.DataFrame(vars(text)) for text in texts]).groupby("tokens", as_index=False)
+    means = tokens.agg(
+        block_compute=("block_compute", "mean"), expert_count=("expert_count", "mean"), count=("expert_count", "size")
+    ).rename(columns={"tokens": "token"})
+    return means.sort_values(["block_compute", "token"], ascending=[False, True], ignore_index=True)
 
 
 def text_compute(captured: Capture, tokens: Sequence[Sequence[str]]) -> list[TextCompute]:
@@ -193,11 +171,6 @@ def text_compute(captured: Capture, tokens: Sequence[Sequence[str]]) -> list[Tex
             raise UserError(
                 f"text {number} has {len(strings)} token strings, but its token at position {positions[-1]} was routed."
             )
-        result.append(
-            TextCompute(
-                [strings[position] for position in positions],
-                captured.routing.block_compute[rows].tolist(),
-                captured.routing.expert_count[rows].tolist(),
-            )
-        )
+        compute, experts = captured.routing.block_compute[rows], captured.routing.expert_count[rows]
+        result.append(TextCompute([strings[place] for place in positions], compute.tolist(), experts.tolist()))
     return result

@@ -63,10 +63,13 @@ class LayerUsage:
     gram: Tensor
 
     @property
+    def pair_coactivation(self) -> Tensor:
+        """(P,) co-activation of the K (K - 1) / 2 pairs, in the order of `expert_pairs`."""
+        return self.coactivation[tuple(expert_pairs(len(self.coactivation)).T)]
+
+    @property
     def mean_pair_coactivation(self) -> float:
-        """Mean of the co-activation of the K (K - 1) / 2 pairs."""
-        first, second = expert_pairs(len(self.coactivation)).T
-        return float(self.coactivation[first, second].mean())
+        return float(self.pair_coactivation.mean())
 
     @property
     def gram_distance(self) -> float:
@@ -78,18 +81,19 @@ def study_layer(routing: Routing, router: Router) -> LayerUsage:
     """Summarise the routing of N tokens (`capture`) and the router that made it."""
     num_experts, num_blocks = routing.gates.shape[1], routing.shared_blocks.shape[1]
     active = (routing.gates > 0).double()
-    tokens = len(active)
     weight = router.weight.detach().double().cpu()
     return LayerUsage(
-        tokens=tokens,
+        tokens=len(active),
         shared_demand=distribution(routing.shared_demand, np.linspace(0, 1, 41)),
-        shared_block_count=distribution(routing.shared_block_count, _whole(1, num_blocks - 1)),
-        expert_count=distribution(routing.expert_count, _whole(1, num_experts)),
+        shared_block_count=distribution(routing.shared_block_count, np.arange(0.5, num_blocks)),
+        expert_count=distribution(routing.expert_count, np.arange(0.5, num_experts + 1)),
         # C_B = b + k (B - b) lies between B (k = 1) and 1 + K (B - 1)
-        block_compute=distribution(routing.block_compute, _whole(num_blocks, 1 + num_experts * (num_blocks - 1))),
+        block_compute=distribution(
+            routing.block_compute, np.arange(num_blocks - 0.5, 2 + num_experts * (num_blocks - 1))
+        ),
         expert_load=active.mean(0).tolist(),
         block_load=routing.shared_blocks.double().mean(0).tolist(),
-        coactivation=active.T @ active / tokens,
+        coactivation=active.T @ active / len(active),
         gram=weight @ weight.T,
     )
 
@@ -105,13 +109,9 @@ def distribution(values: Tensor, edges: Sequence[float] | np.ndarray) -> Distrib
     """Histogram, moments and quantiles (linear between order statistics) of a vector."""
     data = values.detach().double().cpu().numpy()
     counts, _ = np.histogram(data, edges)
-    levels = np.quantile(data, QUANTILES)
+    quantiles = dict(zip(QUANTILES, np.quantile(data, QUANTILES).tolist(), strict=True))
     return Distribution(
-        [float(edge) for edge in edges],
-        (counts / len(data)).tolist(),
-        float(data.mean()),
-        float(data.std()),
-        {level: float(value) for level, value in zip(QUANTILES, levels, strict=True)},
+        list(map(float, edges)), (counts / len(data)).tolist(), float(data.mean()), float(data.std()), quantiles
     )
 
 
@@ -120,7 +120,3 @@ def coactivation_change(without: LayerUsage, with_loss: LayerUsage) -> float:
     paper's reduction by 62.9 %. NaN where no pair is co-activated without it."""
     before = without.mean_pair_coactivation
     return with_loss.mean_pair_coactivation / before - 1 if before else float("nan")
-
-
-def _whole(low: int, high: int) -> np.ndarray:
-    return np.arange(low, high + 2) - 0.5

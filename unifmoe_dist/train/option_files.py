@@ -27,7 +27,8 @@ def check_file(path: Path, options: Collection[str]) -> tuple[dict[str, int], di
         The line, from 1, on which each option stands, and its value, by its dotted name.
 
     Raises:
-        UserError: it is empty, no YAML or no list of options; an option does not exist or is given twice.
+        UserError: it is empty, no YAML or no list of options; an option does not exist, is given twice or holds an
+            object of Python.
     """
     root = _read(path)
     if root is None:
@@ -51,7 +52,10 @@ def check_file(path: Path, options: Collection[str]) -> tuple[dict[str, int], di
             raise UserError(f"{place} {name} must have a value, not {_shown(value)}; leave it out for the default.")
         lines[name] = line
         if name not in groups:
-            values[name] = yaml.safe_load(yaml.serialize(value))
+            try:
+                values[name] = yaml.safe_load(yaml.serialize(value))
+            except yaml.constructor.ConstructorError as error:
+                raise UserError(f"{place} {name} cannot be read ({error.problem}); write a plain value.") from error
     return lines, values
 
 

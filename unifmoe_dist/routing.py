@@ -46,6 +46,8 @@ class Routing:
         shared_block_count: (N,) int64, b.
         expert_count: (N,) int64, k.
         dropped: (N,) int64, assignments that a capacity limit took away, not counted in k; None without a limit.
+
+    Attributes:
         by_products: What later steps would otherwise compute from the above, where a kernel made it on the way. A
             changed copy (`dataclasses.replace`) has none.
     """

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unifmoe_dist.runtime import heartbeat
-from unifmoe_dist.studies.memory.options import plan_options
+from unifmoe_dist.studies.estimate_options import plan_options
 from unifmoe_dist.train.cli import parse_train_config, run_main
 from unifmoe_dist.train.options import program
 

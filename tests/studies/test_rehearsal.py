@@ -214,7 +214,7 @@ def test_torchrun_restarts_a_run_by_itself(whole, tmp_path):
         *words(tmp_path),
     ]
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), timeout=120
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), timeout=240
     )
     assert done.returncode == 0 and done.stdout.count("rank 0 stops because rank 1 was lost") == 1, done.stdout
     assert losses(tmp_path) == whole

@@ -10,7 +10,7 @@ import numpy as np
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.studies.figures.style import label as describe
 from unifmoe_dist.studies.figures.style import new_figure, save
-from unifmoe_dist.studies.training_plots import read_metrics
+from unifmoe_dist.studies.records import read_metrics
 
 
 def training_losses(run: Path) -> dict[int, float]:

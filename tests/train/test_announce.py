@@ -11,7 +11,7 @@ import torch
 
 from unifmoe_dist.runtime import heartbeat
 from unifmoe_dist.runtime.ranks import Ranks
-from unifmoe_dist.train import announce, build, changes
+from unifmoe_dist.train import announce, build, folder
 from unifmoe_dist.train.cli import dump_train_config, parse_train_config
 
 
@@ -104,10 +104,10 @@ def test_options_that_change_are_said_and_the_old_ones_kept(tmp_path, capsys):
     first = ["--output", str(tmp_path), "--optim.lr", "0.002"]
     old = parse_train_config(first)
     (tmp_path / "config.yaml").write_text(text := dump_train_config(old))
-    changes.keep_options(tmp_path, parse_train_config([*first, "--resume", "--no-progress"]))
+    folder.keep_options(tmp_path, parse_train_config([*first, "--resume", "--no-progress"]))
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"] and capsys.readouterr().err == ""
     new = parse_train_config([*first, "--resume", "--optim.lr", "0.01", "--epochs", "3", "--no-baseline"])
-    changes.keep_options(tmp_path, new)
+    folder.keep_options(tmp_path, new)
     assert (tmp_path / "config-1.yaml").read_text() == text
     assert capsys.readouterr().err.splitlines() == [
         f"{tmp_path} goes on with other options; config-1.yaml keeps those it had:",

@@ -6,15 +6,15 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
-from torch import Tensor
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def plain(value: Any) -> Any:
     """Nested dicts, lists and tensors as JSON can hold them: a number that does not exist (NaN) becomes None."""
-    if isinstance(value, Tensor):
+    if hasattr(value, "tolist"):  # a tensor or an array; a command's help need not import either
         value = value.tolist()
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
@@ -25,8 +25,22 @@ def plain(value: Any) -> Any:
 
 def csv_text(rows: pd.DataFrame | Sequence[Mapping[str, Any]]) -> str:
     """CSV with a header, numbers at full precision, nothing for None; empty without rows."""
+    import pandas as pd
+
     frame = pd.DataFrame(rows, dtype=object).map(lambda value: "" if value is None else value)
     return "" if frame.empty else frame.to_csv(index=False, lineterminator="\n", na_rep="nan")
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """All records of a run; a last line that a crash cut short is left out."""
+    records = []
+    with (folder / "metrics.jsonl").open() as handle:
+        for line in handle:
+            try:
+                records.append(json.loads(line))
+            except ValueError:
+                break
+    return records
 
 
 def read_summary(folder: Path, *needed: str) -> dict[str, Any] | None:

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from unifmoe_dist.studies.figures.style import save
 from unifmoe_dist.studies.figures.training import compute_figure, curves_figure, of_kind, usage_figure
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """All records of a run; a last line that a crash cut short is left out."""
-    records = []
-    with (folder / "metrics.jsonl").open() as handle:
-        for line in handle:
-            try:
-                records.append(json.loads(line))
-            except ValueError:
-                break
-    return records
+from unifmoe_dist.studies.records import read_metrics
 
 
 def plot_run(folder: Path) -> list[Path]:

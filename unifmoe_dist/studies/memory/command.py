@@ -1,4 +1,4 @@
-"""`launch/train.py --estimate`: what it prints. The words that belong to it are in studies/memory/options.py."""
+"""`launch/train.py --estimate`: what it prints. The words that belong to it are in studies/estimate_options.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.runtime.ranks import world_size_from_environment
 from unifmoe_dist.studies import memory
-from unifmoe_dist.studies.memory.options import plan_options
+from unifmoe_dist.studies.estimate_options import plan_options
 
 __all__ = ["plan", "plan_options"]
 

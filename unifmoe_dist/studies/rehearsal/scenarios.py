@@ -17,8 +17,8 @@ import psutil
 
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.resources import script
+from unifmoe_dist.studies.records import read_metrics
 from unifmoe_dist.studies.rehearsal.hosts import Host, Network
-from unifmoe_dist.studies.training_plots import read_metrics
 
 PORT = 29400
 ENDS_SECONDS = 60.0  # within which every rank must have ended, and said why

@@ -20,8 +20,7 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods.registry import METHODS
 from unifmoe_dist.runtime import heartbeat
 from unifmoe_dist.runtime.ranks import Ranks, seed_everything
-from unifmoe_dist.studies.records import read_summary
-from unifmoe_dist.studies.training_plots import read_metrics
+from unifmoe_dist.studies.records import read_metrics, read_summary
 from unifmoe_dist.train import checkpoint
 from unifmoe_dist.train.cli import load_train_config
 from unifmoe_dist.train.own_model import own_model, own_task

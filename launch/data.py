@@ -40,7 +40,8 @@ def parser() -> OptionParser:
             "`verify` look in data too)",
         )
         command.add_argument("--quiet", action="store_true", help="show no progress")
-    prepare.add_argument("--archive", type=Path, nargs="+", help="the official archive, or all of them", default=[])
+    archives = "the official archive, or all of them"
+    prepare.add_argument("--archive", type=Path, nargs="+", action="extend", help=archives, default=[])
     verify.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
     return result
 

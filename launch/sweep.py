@@ -32,7 +32,7 @@ from unifmoe_dist.train.options import OptionParser
 def parser() -> OptionParser:
     result = OptionParser("sweep.py", description=__doc__)
     what = result.add_argument_group("what to run: a table, a part of one, or a grid of its own")
-    several = partial(what.add_argument, nargs="+", default=[])
+    several = partial(what.add_argument, nargs="+", action="extend", default=[])  # given twice, both count
     what.add_argument("--table", choices=TABLES, help="the runs of a table or figure of the paper")
     what.add_argument(
         "--config",
@@ -43,13 +43,15 @@ def parser() -> OptionParser:
     several("--tasks", choices=TASKS, metavar="TASK", help=f"data sets: {known} (the table's, or that of --config)")
     several("--methods", metavar="METHOD", help="dense, top1 ... top8, gmoe, ..., unif-lambda-0.1 (the table's)")
     several("--held-out", metavar="ENVIRONMENT", help="environments (all, in turn)")
-    several("--seeds", type=int, metavar="N", default=list(SEEDS), help="seeds (0 1 2)")
+    several("--seeds", type=int, metavar="N", help="seeds (0 1 2)")
     rates = "learning rates, chosen by validation (GLUE: 2e-5 3e-5 5e-5; else config)"
     several("--lr", type=float, metavar="RATE", help=rates)
     several("--set", metavar="KEY=VALUE", help="options of every run")
     how = result.add_argument_group("how to run it")
     how.add_argument("--output", type=Path, default=Path("runs/sweeps"), help="folder of all runs (runs/sweeps)")
-    how.add_argument("--gpus", nargs="+", metavar="GPU", help="GPUs, by index, one run each (all there are)")
+    how.add_argument(
+        "--gpus", nargs="+", action="extend", metavar="GPU", help="GPUs, by index, one run each (all there are)"
+    )
     how.add_argument("--jobs", type=int, metavar="N", help="runs at a time on the CPU (one per core)")
     how.add_argument("--discard-checkpoints", action="store_true", help="delete the checkpoints of finished runs")
     how.add_argument("--dry-run", action="store_true", help="print the runs and what they need, and stop")
@@ -107,7 +109,7 @@ def selection(options: argparse.Namespace) -> Selection:
         tasks,
         options.methods or (table.methods if table else ()),
         options.held_out,
-        options.seeds,
+        options.seeds or SEEDS,
         options.lr,
         options.set,
         options.config,

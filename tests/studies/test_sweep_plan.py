@@ -143,3 +143,26 @@ def test_hours_and_disk_by_hand(tmp_path):
     selection = Selection(("domainnet",), ("unif",), ("Real",), (0,), settings=("eval_every=300",))
     hours = estimate(expand(selection, tmp_path, CONFIGS), [State.NEW]).hours["domainnet"]
     assert hours * 3600 == pytest.approx(15001 * 1.23 * 160 / 96 + (51 * 0.2 * 5 + 0.8) / 6 * 586575 / 64 * 0.17)
+
+
+def test_an_option_given_twice_counts_twice():
+    words = [
+        "--config",
+        str(CONFIGS / "digits.yaml"),
+        "--methods",
+        "dense",
+        "--methods",
+        "unif",
+        "--seeds",
+        "0",
+        "--seeds",
+        "1",
+    ]
+    chosen = sweep_command.selection(
+        sweep_command.parser().parse_args([*words, "--set", "steps=2", "--set", "eval_every=2"])
+    )
+    assert (
+        chosen.methods == ["dense", "unif"]
+        and chosen.seeds == [0, 1]
+        and chosen.settings == ["steps=2", "eval_every=2"]
+    )

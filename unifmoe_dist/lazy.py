@@ -31,6 +31,6 @@ def names_of(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 def load(place: str) -> Any:
-    """What a registry names: "module:name", the module below unifmoe_dist."""
+    """What a registry names: "module:name"."""
     module, _, name = place.partition(":")
-    return getattr(importlib.import_module(f"unifmoe_dist.{module}"), name)
+    return getattr(importlib.import_module(module), name)

@@ -1,13 +1,14 @@
 """The tasks by name. A task is one file that holds a subclass of `Task`, and one line in `TASKS`.
 
-This module imports nothing: a command that only prints its help names the tasks without PyTorch.
+This module imports no task: a command that only prints its help names the tasks without PyTorch.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from unifmoe_dist.lazy import load
 
 if TYPE_CHECKING:
     from unifmoe_dist.data.task import Task
@@ -46,5 +47,4 @@ def find_task(name: str) -> Task:
     Raises:
         KeyError: there is none.
     """
-    module, _, kind = TASKS[name].partition(":")
-    return getattr(import_module(module), kind)(name)
+    return load(TASKS[name])(name)

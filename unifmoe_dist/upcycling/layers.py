@@ -24,7 +24,7 @@ def layer_class(name: str) -> type[ExpertLayer]:
     method = method_of(name)
     if method.layer is None:
         raise UserError(f"method {name} is {method.title.lower()} and has no layer; choose another.")
-    return load(method.layer)
+    return load(f"unifmoe_dist.{method.layer}")
 
 
 def build_layer(

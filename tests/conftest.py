@@ -6,7 +6,6 @@ import gc
 import importlib.util
 import multiprocessing.forkserver
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,8 +13,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # distributed tests start several
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a download
 
-if os.access(sys.prefix, os.W_OK):  # environments that share a folder would compile in turn, each for itself
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
+from tests.support.compiled import compile_for_ranks, own_folder  # noqa: E402
+
+own_folder()
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -25,28 +25,6 @@ multiprocessing.set_forkserver_preload(
     ["torch", "unifmoe_dist.layer"] if torch.cuda.is_available() else ["tests.support.preloaded"]
 )
 multiprocessing.forkserver.set_forkserver_preload = lambda modules: None  # the first server serves all
-
-COMPILED_ALREADY = "UNIFMOE_TESTS_COMPILED"
-COMPILE = """
-from concurrent.futures import ThreadPoolExecutor
-from deepspeed.comm.torch import build_shm_op
-from deepspeed.ops.op_builder import CPUAdamBuilder
-with ThreadPoolExecutor() as pool:
-    both = pool.submit(build_shm_op), pool.submit(CPUAdamBuilder().load)  # sums over CPU ranks; an offloaded optimiser
-    for one in both:
-        one.result()
-"""
-
-
-def compile_for_ranks() -> None:
-    """Compile what DeepSpeed's CPU ranks need before any test: inside one, its time limit could end the compiler.
-
-    torch compiles again when a path of the environment differs, so only it knows whether there is anything to do.
-    """
-    if COMPILED_ALREADY not in os.environ and not torch.cuda.is_available():
-        os.environ[COMPILED_ALREADY] = "1"  # workers of pytest-xdist, and tests that run others, inherit it
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-        subprocess.run([sys.executable, "-c", COMPILE], env=environment, timeout=900)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,6 +67,24 @@ def launches(function: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> l
     with _recording(monkeypatch, lambda self, *args, **kwargs: names.append(self.__name__)), _Operations(names):
         function()
     return names
+
+
+@contextmanager
+def unassembled(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[None]:
+    """Compilation ends once shared memory is allocated: neither LLVM's optimiser nor the assembler runs.
+
+    That is more than half of the time. What is made is no kernel, so it goes into a `cache` of its own.
+    """
+    from triton.backends.nvidia import compiler
+
+    with monkeypatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(cache))
+        patch.setattr(compiler.llvm, "optimize_module", lambda *args, **options: None)
+        patch.setattr(
+            compiler.CUDABackend, "make_ptx", lambda self, src, metadata, *rest: metadata.update(name="") or ""
+        )
+        patch.setattr(compiler.CUDABackend, "make_cubin", lambda self, src, metadata, *rest: b"none")
+        yield
 
 
 def compiled_launches(

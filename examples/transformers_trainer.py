@@ -70,5 +70,5 @@ trainer = GramTrainer(model, options, train_dataset=rows, processing_class=token
 loss = trainer.train().training_loss
 if trainer.is_world_process_zero():
     print(f"loss {loss:.3f}")
-    model.save_pretrained("runs/transformers-trainer/model")
+    model.save_pretrained("runs/transformers-trainer/model")  # unifmoe_dist.enable_from_pretrained() lets it be loaded
 leave()  # not through the interpreter's own end, which may abort while gloo's threads run

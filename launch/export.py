@@ -20,8 +20,8 @@ def main(arguments: Sequence[str]) -> None:
 
     written = export(options.run, options.output, options.checkpoint)
     print(
-        f"{written}: load it with from_pretrained (Transformers), timm.create_model (dense timm models) or "
-        "unifmoe_dist.train.export.load_exported"
+        f"{written}: load it with from_pretrained (Transformers, after unifmoe_dist.enable_from_pretrained()), "
+        "timm.create_model (dense timm models) or unifmoe_dist.train.export.load_exported"
     )
 
 

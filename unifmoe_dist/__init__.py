@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from unifmoe_dist import saved_models
 from unifmoe_dist.runtime import signals  # noqa: F401  the first acts at once
 
 if TYPE_CHECKING:
     from unifmoe_dist.config import UniFMoEConfig
     from unifmoe_dist.layer import UniFMoELayer
     from unifmoe_dist.routing import Routing
-    from unifmoe_dist.upcycling import diversity_loss, upcycle
+    from unifmoe_dist.upcycling import diversity_loss, enable_from_pretrained, upcycle
 
 __version__ = "0.1.0"
-__all__ = ["Routing", "UniFMoEConfig", "UniFMoELayer", "diversity_loss", "upcycle"]
+__all__ = ["Routing", "UniFMoEConfig", "UniFMoELayer", "diversity_loss", "enable_from_pretrained", "upcycle"]
 
 _HOMES = {
     "Routing": "routing",
     "UniFMoEConfig": "config",
     "UniFMoELayer": "layer",
     "diversity_loss": "upcycling",
+    "enable_from_pretrained": "upcycling",
     "upcycle": "upcycling",
 }
 _MODULES = (
@@ -35,8 +35,6 @@ _MODULES = (
     "upcycling",
     "usage",
 )
-
-saved_models.watch()
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor, nn
 
 from tests.support.small_models import B, K, build
-from unifmoe_dist import diversity_loss, upcycle
+from unifmoe_dist import diversity_loss, enable_from_pretrained, upcycle
 
 ROOT = Path(__file__).parents[2]
 
@@ -88,9 +88,9 @@ def test_transformers_trainer_with_deepspeed(tmp_path):
     saved = tmp_path / "runs/transformers-trainer/model"
     from transformers import AutoModelForSequenceClassification
 
-    import unifmoe_dist  # noqa: F401  rebuilds the layers
     from unifmoe_dist.upcycling import moe_layers
 
+    enable_from_pretrained()
     assert len(moe_layers(AutoModelForSequenceClassification.from_pretrained(saved))) == 2
 
 

@@ -16,6 +16,7 @@ from tests.support.small_models import TEXT, VISION, B, K, assert_same, build, i
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer, upcycle
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling import moe_layers
+from unifmoe_dist.upcycling.config_entry import without_notes
 
 
 @pytest.mark.parametrize("automatic", [False, True])
@@ -80,48 +81,70 @@ def test_layers_that_a_configuration_cannot_tell_of_are_not_saved(tmp_path):
     assert not moe_layers(Own.from_pretrained(tmp_path, num_hidden_layers=1))  # left out on purpose
 
 
+ANOTHER_PROCESS = """
+import sys
+from transformers import AutoModelForSequenceClassification as Auto, PreTrainedModel
+
+METHODS = ("post_init", "save_pretrained", "from_pretrained")
+folder, before = sys.argv[1], {name: vars(PreTrainedModel)[name] for name in METHODS}
+import unifmoe_dist
+import unifmoe_dist.upcycling
+
+assert all(vars(PreTrainedModel)[name] is before[name] for name in METHODS)
+try:
+    Auto.from_pretrained(folder)
+except KeyError as error:
+    print(error)
+for _ in range(2):
+    unifmoe_dist.enable_from_pretrained()
+    after = {name: vars(PreTrainedModel)[name] for name in METHODS}
+    assert all(after[name] is not before[name] for name in METHODS)
+    assert after == globals().setdefault("enabled", after)
+print(*unifmoe_dist.upcycling.moe_layers(Auto.from_pretrained(folder)))
+"""
+
+
+def test_another_process_fails_with_the_remedy_and_loads_with_it(tmp_path):
+    """Importing the package changes nothing in Transformers; one call does, and calling it again nothing more."""
+    model = upcycle(build("bert"), [1], K, B)
+    model.save_pretrained(tmp_path)
+    command = [sys.executable, "-c", ANOTHER_PROCESS, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
+    failure, layers = result.stdout.splitlines()
+    assert failure == "'gelu, in UniF-MoE layers: call unifmoe_dist.enable_from_pretrained() first'"
+    assert layers == " ".join(moe_layers(model))
+
+
 @pytest.mark.parametrize("family", ["bert", "distilbert", "electra", "vit"])
 def test_a_process_without_the_package_fails_with_the_remedy(family, tmp_path):
+    """As it would see it: the test before this one has a real process."""
     model = upcycle(build(family), [1], K, B)
     model.save_pretrained(tmp_path)
-    code = f"import transformers; transformers.{type(model).__name__}.from_pretrained({str(tmp_path)!r})"
-    if family == "bert":  # one real process; the others as it would see them
-        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
-        assert result.returncode and "import unifmoe_dist first" in result.stderr.splitlines()[-1], result.stderr
     config = json.loads((tmp_path / "config.json").read_text())
     name = config["activation" if family == "distilbert" else "hidden_act"]
-    assert name == "gelu, in UniF-MoE layers: import unifmoe_dist first"
+    assert name == "gelu, in UniF-MoE layers: call unifmoe_dist.enable_from_pretrained() first"
     known = transformers.activations.ACT2FN
     kept = dict.pop(known, name)
     try:
-        with pytest.raises(KeyError, match="import unifmoe_dist first"):
+        with pytest.raises(KeyError, match=r"call unifmoe_dist.enable_from_pretrained\(\) first"):
             type(model).from_pretrained(tmp_path)
     finally:
         known.update({name: kept})
     assert len(moe_layers(type(model).from_pretrained(tmp_path))) == 1
 
 
-@pytest.mark.parametrize("imported", ["unifmoe_dist", "unifmoe_dist.upcycling"])
-def test_asking_where_transformers_is_keeps_the_package_ready(imported):
-    code = f"""
-import importlib.util
-import {imported}
-importlib.util.find_spec("transformers.modeling_utils")
-from transformers import PreTrainedModel
-assert PreTrainedModel.post_init.rebuilds_unif_moe
-"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
-    assert result.returncode == 0, result.stderr
-
-
-def test_folders_of_earlier_versions_load(tmp_path):
+@pytest.mark.parametrize("name", ["gelu", "gelu, in UniF-MoE layers: import unifmoe_dist first"])
+def test_folders_of_earlier_versions_load(name, tmp_path):
     model = upcycle(build("bert"), [1], K, B)
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    config["hidden_act"] = "gelu"
+    config["hidden_act"] = name
     (tmp_path / "config.json").write_text(json.dumps(config))
     again = type(model).from_pretrained(tmp_path)
     assert len(moe_layers(again)) == 1 and again.config.hidden_act == model.config.hidden_act
+    assert without_notes(again.config).hidden_act == "gelu"
+    assert without_notes(transformers.AutoConfig.from_pretrained(tmp_path)).hidden_act == "gelu"
 
 
 @pytest.mark.parametrize("family", [*TEXT, *VISION])

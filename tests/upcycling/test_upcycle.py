@@ -265,8 +265,11 @@ def test_a_wrapped_model_names_the_one_inside():
 
 def test_import_leaves_transformers_and_timm_alone():
     code = (
-        "import sys, unifmoe_dist; assert 'transformers' not in sys.modules and 'timm' not in sys.modules\n"
-        "from transformers import PreTrainedModel; assert PreTrainedModel.post_init.rebuilds_unif_moe\n"
+        "import sys, unifmoe_dist, unifmoe_dist.upcycling\n"
+        "assert 'transformers' not in sys.modules and 'timm' not in sys.modules\n"
+        "from transformers import PreTrainedModel\n"
+        "for name in ('post_init', 'save_pretrained', 'from_pretrained'):\n"
+        "    assert getattr(PreTrainedModel, name).__code__.co_filename.endswith('modeling_utils.py'), name\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.upcycling import enable_from_pretrained
 
 GLUE_BACKBONE = "bert-large-cased"
 """The paper's language backbone."""
@@ -104,6 +105,7 @@ class Encoder:
         given = {"num_labels": num_classes} | ({} if dropout is None else {"hidden_dropout_prob": dropout})
         if self._is_tiny():
             return AutoModelForSequenceClassification.from_config(_tiny_config(given))
+        enable_from_pretrained()  # the folder may hold an upcycled model
         with self._explained("weights"), _quiet():
             config = AutoConfig.from_pretrained(self.source, trust_remote_code=False, **given)
             if self.random:

@@ -32,7 +32,7 @@ from unifmoe_dist.train import build, checkpoint
 from unifmoe_dist.train.cli import load_train_config
 from unifmoe_dist.train.files import flush, save_tensors
 from unifmoe_dist.train.own_model import own_config, own_model
-from unifmoe_dist.upcycling import upcycle
+from unifmoe_dist.upcycling import enable_from_pretrained, upcycle
 from unifmoe_dist.upcycling.layers import saved_arguments
 
 FORMAT = "unifmoe-model-1"
@@ -87,9 +87,9 @@ def load_consolidated(path: str | Path) -> nn.Module:
 def export(run: Path, output: Path, name: str = "best") -> Path:
     """Write a run's checkpoint as a folder in the layout of the model's own library; returns its path.
 
-    Transformers: `save_pretrained`, with the tokenizer; `from_pretrained` reads it, UniF-MoE included, once
-    unifmoe_dist is imported. timm: model.safetensors and config.json; `timm.create_model("local-dir:FOLDER",
-    pretrained=True)` reads a dense twin, `load_exported` either.
+    Transformers: `save_pretrained`, with the tokenizer; `from_pretrained` reads it, UniF-MoE included, after
+    `unifmoe_dist.enable_from_pretrained()`. timm: model.safetensors and config.json;
+    `timm.create_model("local-dir:FOLDER", pretrained=True)` reads a dense twin, `load_exported` either.
 
     Raises:
         UserError: there is no such checkpoint, it is damaged, or the folder exists.
@@ -125,6 +125,7 @@ def load_exported(folder: str | Path) -> nn.Module:
         model = _skeleton({**config, "library": "timm", "moe": config.get("unif_moe")})
         model.load_state_dict(load_file(Path(folder) / WEIGHTS))
     else:
+        enable_from_pretrained()
         model = _transformers_class(config).from_pretrained(folder, trust_remote_code=False)
     return model.eval()
 
@@ -178,6 +179,7 @@ def _skeleton(shape: dict[str, Any]) -> nn.Module:
         if shape["library"] == "transformers":
             from transformers import AutoConfig
 
+            enable_from_pretrained()
             values = dict(shape["config"])
             config = AutoConfig.for_model(values.pop("model_type"), **values)
             return _transformers_class(shape["config"])(config)  # its layers come back as it is made

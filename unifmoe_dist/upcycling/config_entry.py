@@ -14,18 +14,21 @@ from torch import distributed, nn
 from torch.distributed import ProcessGroup
 
 KEY = "unif_moe"
-_MARK = ", in UniF-MoE layers: import unifmoe_dist first"
+_MARK = ", in UniF-MoE layers: call unifmoe_dist.enable_from_pretrained() first"
+_FORMER_MARK = ", in UniF-MoE layers: import unifmoe_dist first"
 
 
-def note(model: nn.Module, entry: dict[str, Any], group: ProcessGroup | None) -> None:
-    """Add an entry to a Transformers model's config (other models have none: nothing happens).
+def note(model: nn.Module, entry: dict[str, Any], group: ProcessGroup | None) -> bool:
+    """Add an entry to a Transformers model's config; whether the model has one (of others, nothing happens).
 
     The model gets a config of its own, so that a dense twin built from the same object stays dense.
     """
     old = getattr(model, "config", None)
     size = 1 if group is None else distributed.get_world_size(group)
-    if hasattr(old, "to_json_string"):
-        _extend(model, [{**entry, "expert_parallel_size": size, "flat_biases": True}])
+    if not hasattr(old, "to_json_string"):
+        return False
+    _extend(model, [{**entry, "expert_parallel_size": size, "flat_biases": True}])
+    return True
 
 
 def adopt(model: nn.Module, entries: list[dict[str, Any]]) -> None:
@@ -51,12 +54,12 @@ def without_notes(config: Any) -> Any:
     dense = copy.deepcopy(config)
     if hasattr(dense, KEY):
         delattr(dense, KEY)
-        _rename(dense, lambda name: name.removesuffix(_MARK))
+        _rename(dense, unmarked)
     return dense
 
 
 def mark(config: Any) -> None:
-    """Name the activation of an upcycled model's config so that only this package lets Transformers build it."""
+    """Name the activation of an upcycled model's config so that Transformers alone cannot build it."""
     _rename(config, marked)
 
 
@@ -67,6 +70,16 @@ def _rename(config: Any, change: Callable[[str], str]) -> None:
             setattr(config, attribute, change(name))
 
 
+def unmarked(name: str) -> str:
+    """An activation's own name, of the name that an upcycled model's config has."""
+    return name.removesuffix(_MARK).removesuffix(_FORMER_MARK)
+
+
 def marked(name: str) -> str:
     """An activation's name as an upcycled model's config has it."""
-    return name.removesuffix(_MARK) + _MARK
+    return unmarked(name) + _MARK
+
+
+def marked_as_before(name: str) -> str:
+    """An activation's name as the configs of earlier versions have it."""
+    return unmarked(name) + _FORMER_MARK

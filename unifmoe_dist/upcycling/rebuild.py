@@ -2,30 +2,24 @@
 
 Every Transformers model ends its construction with `post_init`; there, a model whose config notes an
 upcycling gets its UniF-MoE layers back, before `from_pretrained` loads the weights. Then `from_pretrained` looks
-whether it found weights for them; `save_pretrained` looks whether the config tells of all of them. Transformers is
-patched when it is imported, never imported from here.
+whether it found weights for them; `save_pretrained` looks whether the config tells of all of them.
+`enable_from_pretrained` patches Transformers so; importing this package changes nothing there.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import importlib
 from functools import wraps
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 from torch import nn
 
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling.config_entry import KEY, mark
+from unifmoe_dist.upcycling.convert import convert, layer_maker, moe_layers
 from unifmoe_dist.upcycling.families import find_adapter, match_adapter
 from unifmoe_dist.upcycling.layers import saved_arguments
 from unifmoe_dist.upcycling.saving import check_loaded, prepare_saving, register_activations
-from unifmoe_dist.upcycling.upcycle import convert, layer_maker, moe_layers
-
-_TARGET = "transformers.modeling_utils"
 
 
 def rebuild(model: nn.Module) -> None:
@@ -56,16 +50,14 @@ def rebuild(model: nn.Module) -> None:
                             bank.stack_biases()
 
 
-def install_rebuild() -> None:
-    """Patch Transformers now if it is loaded, else when it is."""
-    if _TARGET in sys.modules:
-        _patch(sys.modules[_TARGET])
-    elif not any(isinstance(finder, _PatchOnImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _PatchOnImport())
+def enable_from_pretrained() -> None:
+    """Let Transformers' `from_pretrained` rebuild the layers of upcycled models that `save_pretrained` wrote.
 
-
-def _patch(modeling: ModuleType) -> None:
-    pretrained = modeling.PreTrainedModel
+    A process that loads such a folder calls this first; one in which `upcycle` had a Transformers model need not.
+    It extends `post_init`, `save_pretrained` and `from_pretrained` of `transformers.PreTrainedModel` for models with
+    layers of experts and leaves others as they are. Calling it again changes nothing.
+    """
+    pretrained = importlib.import_module("transformers.modeling_utils").PreTrainedModel
     original, save, load = pretrained.post_init, pretrained.save_pretrained, pretrained.__dict__["from_pretrained"]
     if hasattr(original, "rebuilds_unif_moe"):
         return
@@ -92,27 +84,3 @@ def _patch(modeling: ModuleType) -> None:
     pretrained.post_init, pretrained.save_pretrained = post_init, save_pretrained
     pretrained.from_pretrained = classmethod(from_pretrained)
     register_activations()
-
-
-class _PatchOnImport(MetaPathFinder):
-    """Lets one module load as always, then patches it; who only asks where the module is changes nothing."""
-
-    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != _TARGET:
-            return None
-        sys.meta_path.remove(self)
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            sys.meta_path.insert(0, self)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                if self in sys.meta_path:
-                    sys.meta_path.remove(self)
-                execute(module)
-                _patch(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec

@@ -1,8 +1,9 @@
 """What a Transformers folder must say so that nobody loads it as something else, and what must not be saved at all.
 
-A process that has not imported this package would build a dense model from an upcycled model's folder and fill its FFNs
-with random numbers, with no more than a warning. So the configuration of an upcycled model names its activation in a
-way that Transformers knows only after the import: without it, building the model fails at once and says what to import.
+A process that has not called `enable_from_pretrained` would build a dense model from an upcycled model's folder and
+fill its FFNs with random numbers, with no more than a warning. So the configuration of an upcycled model names its
+activation in a way that Transformers knows only after the call: without it, building the model fails at once and says
+what to call.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ import torch.distributed as dist
 from torch import nn
 
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.upcycling.config_entry import KEY, adopt, marked
-from unifmoe_dist.upcycling.upcycle import moe_layers
+from unifmoe_dist.upcycling.config_entry import KEY, adopt, marked, marked_as_before
+from unifmoe_dist.upcycling.convert import moe_layers
 
 
 def register_activations() -> None:
-    """Make Transformers know the marked names of all its activations."""
+    """Make Transformers know the marked names of all its activations, those of earlier versions too."""
     known = importlib.import_module("transformers.activations").ACT2FN
     for name in list(known):
-        known[marked(name)] = OrderedDict.__getitem__(known, name)
+        known[marked(name)] = known[marked_as_before(name)] = OrderedDict.__getitem__(known, name)
 
 
 def prepare_saving(model: Any) -> None:

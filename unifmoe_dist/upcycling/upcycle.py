@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -12,15 +10,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.expert_layer import ExpertLayer
 from unifmoe_dist.layer import UniFMoELayer
 from unifmoe_dist.methods.registry import UNIF
-from unifmoe_dist.spread import is_dtensor
-from unifmoe_dist.upcycling.adapter import DenseFFN
 from unifmoe_dist.upcycling.config_entry import note
-from unifmoe_dist.upcycling.families import find_adapter
-from unifmoe_dist.upcycling.layers import build_layer, check_taken, noted
-from unifmoe_dist.upcycling.projections import check_projections
+from unifmoe_dist.upcycling.convert import convert, layer_maker, moe_layers
+from unifmoe_dist.upcycling.layers import noted
+from unifmoe_dist.upcycling.rebuild import enable_from_pretrained
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -42,7 +37,8 @@ def upcycle(
     The shared and all residual experts start as copies of the dense FFN (EMoE's as its parts); device, dtype, training
     mode and whether the FFN is trained are kept. Routers are new and always trained. Attention masks reach the layers
     by themselves. Nothing is changed when an error is raised. Give the whole model, head included: its config
-    notes the layers for `from_pretrained`.
+    notes the layers for `from_pretrained`, which a Transformers model enables in this process; see
+    `enable_from_pretrained`.
 
     Args:
         model: A timm or Transformers model, with any head; see `ADAPTERS` for the families.
@@ -67,65 +63,9 @@ def upcycle(
     """
     options.update(num_experts=num_experts, num_blocks=num_blocks)
     converted = convert(model, layers, layer_maker(method, expert_group, dispatcher, **options), router_seed)
-    note(model, {"layers": converted, **noted(method, options)}, expert_group)
+    if note(model, {"layers": converted, **noted(method, options)}, expert_group):
+        enable_from_pretrained()
     return model
-
-
-def layer_maker(
-    method: str, expert_group: ProcessGroup | None = None, dispatcher: str = "auto", **options: Any
-) -> Callable[[DenseFFN], ExpertLayer]:
-    """A function from a dense FFN to a method's layer of that shape."""
-    check_taken(method, options)
-    return lambda ffn: build_layer(method, ffn.shape(), options, expert_group, dispatcher)
-
-
-def convert(
-    model: nn.Module, layers: Iterable[int], make: Callable[[DenseFFN], ExpertLayer], router_seed: int | None = None
-) -> list[int]:
-    """Replace FFNs by the layers that `make` makes for them, which start from the FFNs' weights.
-
-    The model's config is not touched. Returns the indices counted from 0; the rest is as for `upcycle`.
-    """
-    adapter = find_adapter(model)
-    blocks = adapter.blocks(model)
-    indices = _resolve(layers, len(blocks))
-    made: dict[int, ExpertLayer] = {}
-    for index in indices:
-        if present := list(moe_layers(blocks[index]).values()):
-            name = type(present[0]).__name__.removesuffix("Layer").replace("UniFMoE", "UniF-MoE")
-            raise UserError(f"Layer {index} already is a {name} layer; leave it out of layers.")
-        ffn = adapter.read(blocks[index])
-        check_projections(ffn, model)
-        _require_weights(ffn, index, model)
-        made[index] = _start(ffn, make, None if router_seed is None else router_seed + index)
-    for index, layer in made.items():
-        adapter.install(blocks[index], layer)
-    return indices
-
-
-def moe_layers(model: nn.Module) -> dict[str, ExpertLayer]:
-    """The layers of experts of a model, UniF-MoE's and others, by module name, in the order of the model.
-
-    Of a layer that PEFT has copied (`modules_to_save`), only the copy or the original that now runs.
-    """
-    idle = {id(layer) for module in model.modules() for layer in _idle_copies(module)}
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, ExpertLayer) and id(module) not in idle
-    }
-
-
-def _idle_copies(module: nn.Module) -> list[nn.Module]:
-    """What PEFT's wrapper of a module to save holds beside the one that it calls."""
-    peft = sys.modules.get("peft.utils.other")
-    if peft is None or not isinstance(module, peft.ModulesToSaveWrapper):
-        return []
-    copies = dict(module.modules_to_save)
-    active = [name for name in module.active_adapters if name in copies]
-    runs = module.original_module if module.disable_adapters or not active else copies[active[0]]
-    idle = [copy for copy in (module.original_module, *copies.values()) if copy is not runs]
-    return [inner for copy in idle for inner in copy.modules()]
 
 
 def diversity_loss(model: nn.Module) -> Tensor:
@@ -138,64 +78,3 @@ def diversity_loss(model: nn.Module) -> Tensor:
     if not losses:
         raise UserError(f"{type(model).__name__} has no UniF-MoE layer; call upcycle first.")
     return torch.stack(losses).sum()
-
-
-def _resolve(layers: Iterable[int], depth: int) -> list[int]:
-    """Indices counted from 0, as given; refuses what is no index, out of range or repeated."""
-    if isinstance(layers, (int, str)):
-        raise UserError(f"layers must be a list of whole numbers such as [1, 3], not {layers!r}.")
-    resolved: list[int] = []
-    for index in layers:
-        if not isinstance(index, int) or isinstance(index, bool):
-            raise UserError(f"layers holds {index!r}; give whole numbers from 0 to {depth - 1}.")
-        if not -depth <= index < depth:
-            raise UserError(
-                f"Layer index {index} is out of range; this model has {depth} layers: use 0 to {depth - 1}."
-            )
-        if index % depth in resolved:
-            raise UserError(f"Layer {index % depth} is named twice in layers; name each layer once.")
-        resolved.append(index % depth)
-    if not resolved:
-        raise UserError(f"layers is empty; name at least one layer from 0 to {depth - 1}.")
-    return resolved
-
-
-def _require_weights(ffn: DenseFFN, index: int, model: nn.Module) -> None:
-    """Refuse to copy weights that are not here, unless none of the model's are: then layers have none either."""
-    for part in (ffn.up, ffn.down):
-        weight = part.weight
-        if is_dtensor(weight) or weight.dim() != 2 or getattr(part, "_is_fsdp_managed_module", False):
-            where = "spread over ranks; upcycle the model before FSDP, ZeRO 3 or tensor parallelism takes it"
-        elif weight.is_meta and (hasattr(part, "_hf_hook") or not all(p.is_meta for p in model.parameters())):
-            where = "not in memory (offloaded, or on the meta device); load the model whole, upcycle it, then offload"
-        else:
-            continue
-        raise UserError(f"The weights of the FFN in layer {index} are {where}.")
-
-
-def _start(ffn: DenseFFN, make: Callable[[DenseFFN], ExpertLayer], seed: int | None) -> ExpertLayer:
-    """A layer whose experts come from a dense FFN."""
-    up, down = ffn.up, ffn.down
-    with _fresh(up.weight.is_meta, seed):
-        layer = make(ffn)
-    layer.to(device=up.weight.device, dtype=up.weight.dtype)
-    if not up.weight.is_meta:
-        layer.load_dense(up.weight, up.bias, down.weight, down.bias)
-    trained = any(parameter.requires_grad for part in (up, down) for parameter in part.parameters())
-    for bank in layer.banks():
-        bank.requires_grad_(trained)
-    return layer.train(up.training)
-
-
-@contextmanager
-def _fresh(meta: bool, seed: int | None) -> Iterator[None]:
-    """Create modules in float32 on the CPU (or without storage), optionally from a seed of their own."""
-    default = torch.get_default_dtype()
-    with torch.device("meta" if meta else "cpu"), torch.random.fork_rng(devices=[], enabled=seed is not None):
-        if seed is not None:
-            torch.default_generator.manual_seed(seed)
-        torch.set_default_dtype(torch.float32)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(default)

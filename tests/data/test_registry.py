@@ -59,6 +59,16 @@ def test_a_task_is_one_file_and_one_line(tmp_path):
     assert 0 <= summary["test_accuracy"] <= 1 and "linear_baseline_accuracy" not in summary
 
 
+def test_a_name_may_be_registered_again(monkeypatch):
+    monkeypatch.setattr("unifmoe_dist.data.registry.TASKS", dict(TASKS))
+    before = find_task("digits")
+    assert find_task("digits") is before
+    register_task("digits", "unifmoe_dist.data.task:Task")
+    assert type(find_task("digits")).__name__ == "Task"
+    register_task("digits", TASKS["digits"])
+    assert find_task("digits") is before
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_every_task_says_what_callers_ask(name):
     from unifmoe_dist.config import DataConfig, ModelConfig, TrainConfig

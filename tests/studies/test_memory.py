@@ -98,7 +98,7 @@ from unifmoe_dist.kernels.triton import ffn
 
 taken = []
 
-class Rounds(ffn._Rounds):
+class Rounds(ffn.Rounds):
     def __init__(self, like, plan, shape, *rest, **options):
         super().__init__(like, plan, shape, *rest, **options)
         planned = sum(t.numel() for t in vars(plan).values() if torch.is_tensor(t))
@@ -112,7 +112,7 @@ def saved(module, x):
     y.sum().backward()
     return sizes
 
-ffn._Rounds = Rounds
+ffn.Rounds = Rounds
 for blocks in (2, 4):  # those of 256 channels are cut in two
     layer = UniFMoELayer(UniFMoEConfig(32, 512, num_experts=2, num_blocks=blocks))
     x = torch.randn(40, 32, requires_grad=True)

@@ -40,11 +40,15 @@ def register_task(name: str, place: str) -> None:
     TASKS[name] = place
 
 
-@cache
 def find_task(name: str) -> Task:
-    """The task of this name; its module is imported when it is first asked for.
+    """The task of this name, as it is registered now; its module is imported when it is first asked for.
 
     Raises:
         KeyError: there is none.
     """
-    return load(TASKS[name])(name)
+    return _make(TASKS[name], name)
+
+
+@cache
+def _make(place: str, name: str) -> Task:
+    return load(place)(name)

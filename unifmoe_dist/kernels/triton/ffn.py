@@ -26,7 +26,6 @@ Weight gradients belong to one program per tile of a group, which walks the grou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,32 +40,10 @@ from unifmoe_dist.kernels.dropout import HiddenDropout
 from unifmoe_dist.kernels.triton.dropout import dropout_arguments
 from unifmoe_dist.kernels.triton.ffn_backward import backward_kernel
 from unifmoe_dist.kernels.triton.ffn_forward import forward_kernel
-from unifmoe_dist.kernels.triton.ffn_reductions import (
-    bias_grad_kernel,
-    combine_kernel,
-    finish_kernel,
-    gate_grad_kernel,
-    weight_grad_kernel,
-)
-from unifmoe_dist.kernels.triton.math import DTYPES, power_of_two, precision
-from unifmoe_dist.kernels.triton.plan import GroupOffsets, Plan, count_groups, make_plan
-
-
-@dataclass(frozen=True)
-class TritonOptions:
-    """How the Triton path computes; the results differ by float rounding only.
-
-    Args:
-        atomic: Add rows with float32 atomics: less memory, no fixed order of summation.
-        workspace_bytes: Bytes for rows waiting to be summed, in each pass; None for the default.
-        tile_rows: Rows of a tile, a power of two from 16 to 128; None chooses by the number of tokens.
-        backward_tile_rows: The same for the backward pass, which needs twice the registers.
-    """
-
-    atomic: bool = False
-    workspace_bytes: int | None = None
-    tile_rows: int | None = None
-    backward_tile_rows: int | None = None
+from unifmoe_dist.kernels.triton.ffn_reductions import bias_grad_kernel, gate_grad_kernel, weight_grad_kernel
+from unifmoe_dist.kernels.triton.math import DTYPES, power_of_two
+from unifmoe_dist.kernels.triton.plan import GroupOffsets, count_groups, make_plan
+from unifmoe_dist.kernels.triton.rounds import LaunchShape, Rounds, TritonOptions
 
 
 def unsupported(x: Tensor, weights: ExpertWeights) -> str | None:
@@ -134,53 +111,6 @@ def triton_block_ffn(
         return output.to(x_ND.dtype)
 
 
-class _Shape:
-    """Sizes that the launches of one call share."""
-
-    def __init__(self, x: Tensor, gates: Tensor, keys: Tensor, num_blocks: int, options: TritonOptions) -> None:
-        self.n, self.dim = x.shape
-        self.experts = gates.shape[1]
-        width = keys.shape[1] // num_blocks
-        self.parts = tile_sizes.parts(width, x.element_size())
-        self.blocks, self.width = num_blocks * self.parts, width // self.parts
-        # Three equal tiles where that wastes fewer channels than one power of two.
-        third = power_of_two(triton.cdiv(self.width, 3), 16)
-        self.sub, self.num_sub = power_of_two(self.width, 16), 1
-        if 3 * third < self.sub:
-            self.sub, self.num_sub = third, 3
-        self.tile_rows = options.tile_rows or self._tile_rows(x)
-        self.row_bytes = self.dim * x.element_size()
-        default = tile_sizes.workspace_bytes(self.n, self.row_bytes)
-        self.limit = default if options.workspace_bytes is None else options.workspace_bytes
-        self.precision = precision(x.dtype)
-
-    def _tile_rows(self, x: Tensor) -> int:
-        largest = 128 if x.element_size() == 2 else 64
-        if x.is_cuda:
-            properties = torch.cuda.get_device_properties(x.device)
-            if getattr(properties, "shared_memory_per_block_optin", 2**20) < 128 * 1024:
-                largest = 64  # consumer cards
-        return tile_sizes.tile_rows(self.n, self.experts, largest)
-
-    def round_tiles(self, plan: Plan, row_bytes: int) -> int:
-        """Tiles computed in a round."""
-        affordable = self.limit // (row_bytes * self.tile_rows)
-        sizes = self.n, self.blocks, self.experts, self.tile_rows
-        return tile_sizes.round_tiles(*sizes, plan.max_tiles, affordable)
-
-    def tile_arguments(self) -> dict[str, Any]:
-        return dict(
-            E=self.experts,
-            B=self.blocks,
-            D=self.dim,
-            M=self.width,
-            SUB=self.sub,
-            NUM_SUB=self.num_sub,
-            TILE_ROWS=self.tile_rows,
-            PRECISION=self.precision,
-        )
-
-
 class _TritonBlockFFN(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0913
@@ -208,11 +138,11 @@ class _TritonBlockFFN(torch.autograd.Function):
             ctx.save_for_backward(x, gates, blocks, None, None, *tensors)
             return torch.zeros_like(x)
         has_shared, has_bias = shared_keys is not None, key_bias is not None
-        shape = _Shape(x, gates, keys, num_blocks, options)
+        shape = LaunchShape(x, gates, keys, num_blocks, options)
         offsets = offsets or count_groups(gates, blocks, has_shared)
         ctx.save_for_backward(x, gates, blocks, offsets.earlier, offsets.totals, *tensors)
         plan = make_plan(gates, blocks, offsets, shape.tile_rows, has_shared, shape.parts)
-        rounds = _Rounds(x, plan, shape, shape.row_bytes, options.atomic, one_round=options.atomic)
+        rounds = Rounds(x, plan, shape, shape.row_bytes, options.atomic, one_round=options.atomic)
         for first in rounds:
             forward_kernel[(rounds.tiles,)](
                 x,
@@ -249,12 +179,12 @@ class _TritonBlockFFN(torch.autograd.Function):
             return (torch.zeros_like(x), torch.zeros_like(gates), *[None] * 6, *zeros)
         options, has_shared, has_bias = ctx.options, shared_keys is not None, key_bias is not None
         grad_y = grad_y.to(x.dtype).contiguous()
-        shape = _Shape(x, gates, keys, ctx.num_blocks, options)
+        shape = LaunchShape(x, gates, keys, ctx.num_blocks, options)
         shape.tile_rows = options.backward_tile_rows or tile_sizes.backward_tile_rows(shape.tile_rows, x.element_size())
         offsets = GroupOffsets(earlier, totals)
         plan = make_plan(gates, blocks, offsets, shape.tile_rows, has_shared, shape.parts)
         row_bytes = (0 if options.atomic else shape.row_bytes) + 2 * shape.width * x.element_size()
-        rounds = _Rounds(x, plan, shape, row_bytes, options.atomic)
+        rounds = Rounds(x, plan, shape, row_bytes, options.atomic)
         hidden, grad_pre = (x.new_empty((rounds.tiles * shape.tile_rows, shape.width)) for _ in range(2))
         grad_gate = torch.empty((shape.n, shape.experts * shape.blocks), dtype=torch.float32, device=x.device)
         grad_bias = torch.empty((rounds.tiles, shape.width), dtype=torch.float32, device=x.device)
@@ -351,66 +281,3 @@ class _TritonBlockFFN(torch.autograd.Function):
             grads[3], grads[7] = (sums[:split] if has_shared else None), sums[split:]
         kept = (grad if want else None for grad, want in zip(grads, wanted, strict=True))
         return (rounds.output, grad_gates, *[None] * 6, *kept)
-
-
-class _Rounds:
-    """Rounds of tiles through a workspace, and the sum of its rows over each token.
-
-    Args:
-        like: (N, D), gives the type and device of the output.
-        plan: The plan.
-        shape: Sizes.
-        row_bytes: Workspace bytes per row.
-        atomic: Rows are added to the float32 sum by the tile kernels.
-        one_round: Nothing but that sum limits the number of tiles.
-    """
-
-    def __init__(
-        self, like: Tensor, plan: Plan, shape: _Shape, row_bytes: int, atomic: bool, one_round: bool = False
-    ) -> None:
-        self.plan, self.shape, self.atomic = plan, shape, atomic
-        self.tiles = plan.max_tiles if one_round else shape.round_tiles(plan, row_bytes)
-        self.output = torch.empty_like(like)
-        several = self.tiles < plan.max_tiles
-        if atomic:
-            self.rows = self.total = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
-        else:
-            self.rows = like.new_empty((self.tiles * shape.tile_rows, shape.dim))
-            # With a single round nothing is carried over.
-            size = like.shape if several else (1,)
-            self.total = torch.empty(size, dtype=torch.float32, device=like.device)
-
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        return iter(range(0, self.plan.max_tiles, self.tiles))
-
-    def combine(self, first: int, gates: Tensor, shared_value_bias: Tensor | None, value_bias: Tensor | None) -> None:
-        """Sum the rows of the round that starts at tile `first`, and on the first, the value biases."""
-        shape, plan = self.shape, self.plan
-        sizes = dict(
-            E=shape.experts,
-            D=shape.dim,
-            HAS_SHARED=shared_value_bias is not None,
-            HAS_BIAS=value_bias is not None,
-            BLOCK_D=min(512, power_of_two(shape.dim)),
-            num_warps=4,
-        )
-        grid = (shape.n, triton.cdiv(shape.dim, sizes["BLOCK_D"]))
-        if not self.atomic:
-            combine_kernel[grid](
-                self.rows,
-                gates,
-                shared_value_bias,
-                value_bias,
-                self.total,
-                self.output,
-                plan.token_slots,
-                plan.token_count,
-                plan.num_tiles,
-                first,
-                self.tiles,
-                G=shape.experts * shape.blocks,
-                TILE_ROWS=shape.tile_rows,
-                **sizes,
-            )
-        elif first + self.tiles >= plan.max_tiles:
-            finish_kernel[grid](self.total, gates, shared_value_bias, value_bias, self.output, **sizes)

@@ -211,7 +211,7 @@ class _FusedRoute(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class FusedSizes:
-    """Elements of the buffers of one pass of `triton.ffn`; see `make_plan` and `_Rounds` there."""
+    """Elements of the buffers of one pass of `triton.ffn`; see `make_plan` and `Rounds` there."""
 
     plan: int  # int32 numbers of the plan of rows
     rows: int  # of the workspace

@@ -70,9 +70,9 @@ def main(arguments: Sequence[str]) -> None:
     import torch
     from tqdm import tqdm
 
+    from unifmoe_dist.files import write_text
     from unifmoe_dist.studies import benchmark
     from unifmoe_dist.studies.benchmark import plots
-    from unifmoe_dist.train.files import write_text
 
     if options.threads:
         torch.set_num_threads(options.threads)

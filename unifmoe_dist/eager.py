@@ -1,4 +1,4 @@
-"""Functions that only run eagerly: torch.compile leaves them alone, and they may look at who has called them.
+"""Functions that only run eagerly: torch.compile leaves them alone, and they may look at who or what has called them.
 
 The decorator `torch.compiler.disable` imports torch._dynamo where it stands: seconds for every program that uses this
 package, few of which compile anything.
@@ -47,3 +47,11 @@ def called_by(matches: Callable[[CodeType], bool]) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp, ...) wraps tensors now.
+
+    They must not outlive it, and functions with a backward pass written by hand do not take them.
+    """
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from unifmoe_dist.config import UniFMoEConfig
 from unifmoe_dist.dispatch import limit_load
+from unifmoe_dist.eager import called_by, not_compiled
+from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import ExpertLayer
 from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.kernels import block_ffn, masks_in_place, route_tokens, shared_and_residual_ffn
 from unifmoe_dist.lending import bare
 from unifmoe_dist.profiling import profile_range
-from unifmoe_dist.reentrant import note_first_pass, refuse_second_gradient
 from unifmoe_dist.routing import Router, Routing
 from unifmoe_dist.routing_policies import RouterPolicies
+from unifmoe_dist.usage import recomputing
 
 
 class UniFMoELayer(ExpertLayer[UniFMoEConfig]):
@@ -64,7 +68,7 @@ class UniFMoELayer(ExpertLayer[UniFMoEConfig]):
         with profile_range("route"):
             routing = limit_load(self._route(x, token_mask, shared), self.config.capacity_factor)
             self.usage.update(routing)
-            note_first_pass(self)
+            _note_first_pass(self)
         dropout = self._draw_dropout(x)
         if self.dispatcher.local:
             return self.experts(
@@ -113,7 +117,7 @@ class UniFMoELayer(ExpertLayer[UniFMoEConfig]):
 
     def diversity_loss(self) -> Tensor:
         """Gram loss of this layer's router, a float32 scalar; under FSDP 1 that of the last forward pass."""
-        refuse_second_gradient(self, bare(self.router).weight)
+        _refuse_second_gradient(self, bare(self.router).weight)
         return self.router(None, use=lambda router, _: router.gram_loss())
 
     def auxiliary_loss(self) -> Tensor:
@@ -125,3 +129,30 @@ def _carried(made: list[Routing], carriers: tuple[Tensor, ...]) -> Routing:
     """A decision made inside a module's forward, carried by the tensors that came out of it."""
     same = all(a is b for a, b in zip(made[0].carriers(), carriers, strict=True))
     return made[0] if same else made[0].with_carriers(carriers)
+
+
+# Reentrant activation checkpointing runs a backward pass of its own for each part, and another follows for what the
+# loss takes straight from a parameter. DistributedDataParallel expects each parameter's gradient once; with a static
+# graph it takes both, but the first step's gradients came out wrong on two ranks. torch refuses that in its own words.
+
+
+@not_compiled
+def _note_first_pass(layer: UniFMoELayer) -> None:
+    """Remember whether this is the first, gradient-free pass of reentrant checkpointing under DDP."""
+    if not recomputing():
+        under_ddp = DistributedDataParallel._active_ddp_module is not None
+        gradient_free = under_ddp and layer.training and not torch.is_grad_enabled()
+        # Reentrant checkpointing calls from the forward of a `torch.autograd.Function`.
+        layer.reentrant_under_ddp = gradient_free and called_by(
+            lambda code: code.co_name == "forward" and code.co_varnames[:1] == ("ctx",)
+        )
+
+
+def _refuse_second_gradient(layer: UniFMoELayer, parameter: Tensor) -> None:
+    """Raise UserError where a loss taken from `parameter` itself would give it a second gradient."""
+    if layer.reentrant_under_ddp and torch.is_grad_enabled() and parameter.requires_grad:
+        raise UserError(
+            "the Gram loss cannot be trained under DistributedDataParallel with reentrant activation checkpointing, "
+            "which would give the router two gradients; checkpoint with use_reentrant=False "
+            '(gradient_checkpointing_kwargs={"use_reentrant": False}).'
+        )

@@ -8,13 +8,17 @@ themselves, inside their own forward, to whoever computes.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.spread import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
 
 Result = TypeVar("Result")
 
@@ -83,6 +87,12 @@ class _AnyNames(nn.ModuleDict):
 def bare(module: Any) -> Any:
     """The lender below the adapters of PEFT that may stand in its place."""
     return module.get_base_layer() if hasattr(module, "get_base_layer") else module
+
+
+def is_dtensor(tensor: Any) -> TypeIs[DTensor]:
+    """`isinstance(tensor, DTensor)`, without importing DTensor: who has one has paid for that already."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _stored(weight: Tensor) -> bool:

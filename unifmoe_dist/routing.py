@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.lending import Lender, Result
+from unifmoe_dist.lending import Lender, Result, is_dtensor
 from unifmoe_dist.routing_policies import RouterPolicies
-from unifmoe_dist.spread import is_dtensor
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unifmoe_dist.eager import not_compiled
+from unifmoe_dist.eager import in_transform, not_compiled
 from unifmoe_dist.routing import Routing
-from unifmoe_dist.transforms import in_transform
 
 
 @dataclass(frozen=True)

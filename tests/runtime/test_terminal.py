@@ -22,7 +22,7 @@ from unifmoe_dist.train.cli import run_main
 
 def main(arguments):
     from unifmoe_dist.studies.training_plots import plot_run
-    from unifmoe_dist.train.checkpoint import write_text
+    from unifmoe_dist.files import write_text
     print("\u03b1 0.43 \u00d7 2", flush=True)
     print("\u03b1", file=sys.stderr)
     plot_run(Path(arguments[0]))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unifmoe_dist.data.image_folders import ImageFolder
-from unifmoe_dist.files import sha256
+from unifmoe_dist.files import sha256, write_text
 
 MANIFEST = "manifest.json"
 
@@ -48,9 +48,7 @@ def write_manifest(dataset: Path, name: str, archives: list[dict[str, Any]], fol
             for folder in folders
         },
     }
-    temporary = dataset / f"{MANIFEST}.tmp"
-    temporary.write_text(json.dumps(content, indent=1))
-    os.replace(temporary, dataset / MANIFEST)
+    write_text(dataset / MANIFEST, json.dumps(content, indent=1))
 
 
 def read_manifest(dataset: Path) -> dict[str, Any] | None:

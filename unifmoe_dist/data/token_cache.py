@@ -7,7 +7,6 @@ every rank tokenises for itself.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -20,6 +19,8 @@ import numpy as np
 import tokenizers
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
+
+from unifmoe_dist.files import appearing, lock
 
 FEWEST = 50_000
 """Texts from which a file is worth it; fewer take a second or two."""
@@ -64,17 +65,13 @@ def remembered(name: str | None, texts: int, make: Callable[[], Tokens]) -> Toke
         return make()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_suffix(".lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with path.with_suffix(".lock").open("a") as handle:
+            lock(handle)
             if (found := _read(path, texts)) is not None:
                 return found
             made = make()
-            temporary = path.with_suffix(f".{os.getpid()}.tmp")
-            try:
+            with appearing(path) as temporary:
                 save_file(made, temporary)
-                os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
             return made
     except (OSError, SafetensorError):  # no place, a full disk, no locks on this file system
         return make()

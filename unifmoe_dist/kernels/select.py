@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unifmoe_dist.eager import in_transform
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts, ExpertWeights
 from unifmoe_dist.kernels import self_test
@@ -22,7 +23,6 @@ from unifmoe_dist.kernels.reference import reference_block_ffn
 from unifmoe_dist.profiling import profile_range
 from unifmoe_dist.routing import Router, Routing
 from unifmoe_dist.routing_policies import RouterPolicies
-from unifmoe_dist.transforms import in_transform
 
 KERNELS = ("auto", "triton", "grouped", "reference")
 _TRITON_INSTALLED = importlib.util.find_spec("triton") is not None

@@ -7,7 +7,6 @@ all ranks meet the same error, a lock file shared by the ranks of a node lets on
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.files import lock
 from unifmoe_dist.runtime.watchdog import Notice, Watchdog
 
 USER_ERROR_STATUS = 2
@@ -176,7 +176,7 @@ def _claim(rank: int, message: str) -> dict[str, Any] | None:
         _remove_old(path)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with open(descriptor, "r+") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            lock(handle)
             try:
                 earlier = json.load(handle)
                 if earlier["time"] > psutil.Process().create_time():

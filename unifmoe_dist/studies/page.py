@@ -21,9 +21,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
+from unifmoe_dist.files import write_text
 from unifmoe_dist.studies.figures.style import save
 from unifmoe_dist.studies.records import csv_text
-from unifmoe_dist.train.checkpoint import write_text
 
 PAGE = "report.html"
 

@@ -20,7 +20,6 @@ exists is whole, whatever is killed and even if the power fails. Older checkpoin
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,10 +33,9 @@ from torch import Tensor, nn
 
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BIASES, bias_like
-from unifmoe_dist.files import sha256
+from unifmoe_dist.files import flush, publish, save_tensors, sha256, write_text
 from unifmoe_dist.runtime.ranks import Ranks
 from unifmoe_dist.train import deepspeed
-from unifmoe_dist.train.files import flush, save_tensors, write_text
 from unifmoe_dist.train.random_state import random_state, restore_random_state
 from unifmoe_dist.upcycling import moe_layers
 
@@ -131,9 +129,7 @@ def save(
             write_text(temporary / "manifest.json", json.dumps(dict(sorted(files.items())), indent=1))
             if final.exists():  # left by a run that was killed before `latest` named it
                 shutil.rmtree(final)
-            flush(temporary)
-            os.replace(temporary, final)
-            flush(folder)
+            publish(temporary, final)
             write_text(folder / "latest", final.name)
     ranks.barrier()
     return final

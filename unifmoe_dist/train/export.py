@@ -10,8 +10,6 @@ twin's folder is an ordinary Transformers or timm folder.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -27,10 +25,10 @@ from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.vision_backbone import build_backbone
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.files import appearing, save_tensors
 from unifmoe_dist.methods.registry import method_of
 from unifmoe_dist.train import build, checkpoint
 from unifmoe_dist.train.cli import load_train_config
-from unifmoe_dist.train.files import flush, save_tensors
 from unifmoe_dist.train.own_model import own_config, own_model
 from unifmoe_dist.upcycling import enable_from_pretrained, upcycle
 from unifmoe_dist.upcycling.layers import saved_arguments
@@ -228,27 +226,12 @@ def _own_memory(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _appear(output: Path, write: Callable[[Path], None]) -> Path:
-    """Write under a temporary name beside `output`, then rename."""
     if output.exists():
         raise UserError(f"{output} exists; remove it or give another --output.")
-    temporary = output.with_name(f".writing-{output.name}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        _remove(temporary)
-        write(temporary)
-        for path in (*temporary.rglob("*"), temporary) if temporary.is_dir() else (temporary,):
-            flush(path)
-        os.replace(temporary, output)
-        flush(output.parent)
+        with appearing(output) as temporary:
+            write(temporary)
     except (OSError, SafetensorError) as error:
-        if output.parent.is_dir():
-            _remove(temporary)
         raise UserError(f"{output} could not be written ({error}); free space or give another --output.") from error
     return output
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -22,6 +22,7 @@ from unifmoe_dist.data.encoders import TINY
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.task import TaskData
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.files import appearing
 from unifmoe_dist.train import build
 from unifmoe_dist.upcycling.config_entry import without_notes
 
@@ -38,12 +39,11 @@ def keep_backbone(run: Path, config: TrainConfig, model: Any) -> None:
     task = find_task(config.data.task)
     if not (from_transformers and task.language) or config.model.backbone == TINY or folder.exists():
         return
-    temporary = run / f".writing-{BACKBONE}"
     try:
-        temporary.mkdir(exist_ok=True)
-        without_notes(model.config).save_pretrained(temporary)
-        task.tokenizer(config).save_pretrained(str(temporary))
-        temporary.replace(folder)
+        with appearing(folder) as temporary:
+            temporary.mkdir()
+            without_notes(model.config).save_pretrained(temporary)
+            task.tokenizer(config).save_pretrained(str(temporary))
     except (OSError, ValueError, NotImplementedError) as error:  # a full disk; a tokenizer that cannot be saved
         print(
             f"warning: {folder} could not be written ({error}); to open this run elsewhere, its backbone is needed.",

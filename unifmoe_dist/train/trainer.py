@@ -18,6 +18,7 @@ from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.task import Batch, TaskData
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.files import write_text
 from unifmoe_dist.runtime import heartbeat
 from unifmoe_dist.runtime.ranks import Ranks, seed_everything
 from unifmoe_dist.runtime.signals import StopSignals
@@ -27,7 +28,6 @@ from unifmoe_dist.train.batches import TrainBatches
 from unifmoe_dist.train.cli import dump_train_config
 from unifmoe_dist.train.epochs import check_epochs, in_steps, steps_per_epoch
 from unifmoe_dist.train.evaluate import Score, collect_usage, evaluate
-from unifmoe_dist.train.files import write_text
 from unifmoe_dist.train.folder import keep_options
 from unifmoe_dist.train.health import locate
 from unifmoe_dist.train.own_model import keep_backbone

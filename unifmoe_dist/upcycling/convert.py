@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import ExpertLayer
-from unifmoe_dist.spread import is_dtensor
+from unifmoe_dist.lending import is_dtensor
 from unifmoe_dist.upcycling.adapter import DenseFFN
 from unifmoe_dist.upcycling.families import find_adapter
 from unifmoe_dist.upcycling.layers import build_layer, check_taken

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.spread import is_dtensor
+from unifmoe_dist.lending import is_dtensor
 from unifmoe_dist.upcycling.adapter import DenseFFN
 
 _NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

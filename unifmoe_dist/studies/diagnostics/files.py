@@ -9,10 +9,10 @@ from typing import Any
 
 import pandas as pd
 
+from unifmoe_dist.files import write_text
 from unifmoe_dist.studies.diagnostics.demand_statistics import DemandStatistics
 from unifmoe_dist.studies.diagnostics.study import Diagnosis
 from unifmoe_dist.studies.records import csv_text, plain
-from unifmoe_dist.train.checkpoint import write_text
 
 
 def as_record(diagnosis: Diagnosis) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from unifmoe_dist.files import appearing
+
 LOW_COLOUR, HIGH_COLOUR = "tab:orange", "tab:blue"
 SHARED_COLOUR, EXPERT_COLOUR = "tab:orange", "tab:blue"
 
@@ -28,9 +30,8 @@ def panels(rows: int, columns: int, width: float, height: float, **more: Any) ->
 
 def save(figure: Figure, path: Path, dpi: int = 140) -> Path:
     """Write a figure in the format of the path's suffix (png, pdf, svg), whole or not at all."""
-    temporary = path.with_name(".writing-" + path.name)
-    figure.savefig(temporary, dpi=dpi)
-    temporary.replace(path)
+    with appearing(path) as temporary:
+        figure.savefig(temporary, dpi=dpi)
     return path
 
 

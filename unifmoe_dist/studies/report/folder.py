@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.files import write_text
 from unifmoe_dist.studies.report.plots import plot_table
 from unifmoe_dist.studies.report.results import collect
 from unifmoe_dist.studies.report.tables import as_csv, build_tables, latex, markdown, missing_runs
-from unifmoe_dist.train.checkpoint import write_text
 
 
 def write_report(runs: Path, output: Path) -> str:

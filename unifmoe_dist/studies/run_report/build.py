@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.files import write_text
 from unifmoe_dist.runtime import heartbeat
 from unifmoe_dist.studies.page import Page, Section, write_page
 from unifmoe_dist.studies.records import plain
@@ -26,7 +27,6 @@ from unifmoe_dist.studies.run_report.run_sections import (
 from unifmoe_dist.studies.run_report.segments import element_sections
 from unifmoe_dist.studies.run_report.study import RunStudy, StudyOptions, find_masks, study
 from unifmoe_dist.studies.run_report.usage_sections import usage_sections
-from unifmoe_dist.train.checkpoint import write_text
 
 NUMBERS = "numbers.json"
 

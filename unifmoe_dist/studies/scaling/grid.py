@@ -16,11 +16,11 @@ import torch
 from tqdm import tqdm
 
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.files import write_text
 from unifmoe_dist.runtime import heartbeat
 from unifmoe_dist.runtime.local_ranks import check_world_size, run_local_ranks
 from unifmoe_dist.studies.records import csv_text, markdown
 from unifmoe_dist.studies.scaling.point import Layout, Measurement, Study, measure, train_config
-from unifmoe_dist.train.files import write_text
 
 
 @dataclass(frozen=True)

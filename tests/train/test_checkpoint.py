@@ -18,8 +18,9 @@ from tests.support.faults import SMALL, die, lines_about, on_call, words
 from tests.support.jobs import RunningJob, run_job
 from tests.support.ranks import run_ranks
 from tests.support.training import tensors_of, train
+from unifmoe_dist import files
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.train import checkpoint, files
+from unifmoe_dist.train import checkpoint
 
 # -- saves that are cut off ---------------------------------------------------------------------------------------
 

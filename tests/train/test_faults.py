@@ -16,11 +16,12 @@ import torch
 from tests.support.faults import SMALL, die, lines_about, on_call, words
 from tests.support.jobs import ROOT, environment, free_port, run_job
 from tests.support.training import tensors_of
+from unifmoe_dist import files
 from unifmoe_dist.dispatch import alltoall
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.layer import UniFMoELayer
 from unifmoe_dist.runtime.watchdog import Watchdog
-from unifmoe_dist.train import checkpoint, evaluate, files
+from unifmoe_dist.train import checkpoint, evaluate
 from unifmoe_dist.train.batches import TrainBatches
 
 # -- one rank fails -----------------------------------------------------------------------------------------------

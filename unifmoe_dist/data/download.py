@@ -37,32 +37,26 @@ def download(url: str, path: Path, checksum: str | None = None, progress: bool =
     """
     if not url.startswith(("https://", "http://")):
         raise UserError(f"{url} is not an address that begins with https:// or http://.")
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        for attempt in range(TRIES):
-            try:
-                _fetch(url, part, progress)
-                break
-            except urllib.error.HTTPError as error:
-                if error.code < 500:
-                    raise UserError(
-                        f"{url} cannot be downloaded (the server says {error.code} {error.reason})."
-                    ) from error
-                reason: Exception = error
-            except (OSError, http.client.HTTPException) as error:  # no route, broken off, timed out
-                reason = error
+    if path.is_file():
+        return _check(path, checksum, url)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    for attempt in range(TRIES):
+        try:
+            _fetch(url, part, progress)
+            break
+        except (OSError, http.client.HTTPException) as error:  # no route, refused, broken off, timed out
+            if isinstance(error, urllib.error.HTTPError) and error.code < 500:
+                raise UserError(f"{url} cannot be downloaded (the server says {error.code} {error.reason}).") from error
             if attempt + 1 == TRIES:
                 raise UserError(
-                    f"{url} cannot be downloaded ({reason}); what has arrived is kept in {part}, and the same command "
+                    f"{url} cannot be downloaded ({error}); what has arrived is kept in {part}, and the same command "
                     "goes on from there."
-                )
-            time.sleep(pause * 2**attempt)
-        _check(part, checksum, url)
-        os.replace(part, path)
-        _version(part).unlink(missing_ok=True)
-    else:
-        _check(path, checksum, url)
+                ) from error
+        time.sleep(pause * 2**attempt)
+    _check(part, checksum, url)
+    os.replace(part, path)
+    _version(part).unlink(missing_ok=True)
 
 
 def _fetch(url: str, part: Path, progress: bool) -> None:

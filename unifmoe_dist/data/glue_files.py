@@ -7,7 +7,7 @@ only a line feed ends a row. So they are cut at tabs and line feeds, by no CSV r
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -87,12 +87,9 @@ def read_glue(name: str, root: str | Path | None) -> tuple[Examples, Examples]:
         return _from_hub(task)
     folder = _task_folder(task, Path(root))
     try:
-        for read in (_from_tsv, _from_msr, _from_disk, _from_parquet):
-            if (splits := read(task, folder)) is not None:
-                return splits
+        return _layout(task, folder)[1](task, folder)
     except OSError as error:
         raise UserError(f"data.root {folder} cannot be read ({error}); check the folder's files.") from error
-    raise _no_data(task, folder)
 
 
 def check_layout(name: str, root: str | Path) -> str:
@@ -103,25 +100,32 @@ def check_layout(name: str, root: str | Path) -> str:
     """
     task = FORMATS[name]
     folder = _task_folder(task, Path(root))
-    tables = [path for path in (folder / "train.tsv", folder / f"dev{task.split}.tsv") if path.is_file()]
-    if len(tables) < 2 and task.by_microsoft:
-        tables = [path for path in sorted(folder.glob("msr_paraphrase_t*.txt")) if path.is_file()]
-    if len(tables) == 2:
-        for path in tables:
-            _examples(task, path, islice(_rows(task, path), 100))
-        return "official files"
+    words, read = _layout(task, folder)
+    tables = _tables(task, folder) if read is _from_tables else _msr_tables(folder) if read is _from_msr else ()
+    for path in filter(Path.is_file, tables):
+        _examples(task, path, islice(_rows(task, path), 100))
+    if read is _from_disk:
+        for split in _splits(task):
+            if not (folder / split / "state.json").is_file():
+                raise UserError(f"{folder} has no split {split}; save it again with datasets.save_to_disk.")
+    return words
+
+
+Reader = Callable[[GlueFormat, Path], tuple[Examples, Examples]]
+
+
+def _layout(task: GlueFormat, folder: Path) -> tuple[str, Reader]:
+    """Which layout a folder has, in words, and what reads it."""
+    train, test = _msr_tables(folder)
+    if all(path.is_file() for path in _tables(task, folder)):
+        return "official files", _from_tables
+    if task.by_microsoft and train.is_file() and (_dev_ids(folder) or test.is_file()):
+        return "official files", _from_msr
     if (folder / "dataset_dict.json").is_file():
-        lacking = [n for n in ("train", f"validation{task.split}") if not (folder / n / "state.json").is_file()]
-        if lacking:
-            raise UserError(f"{folder} has no split {lacking[0]}; save it again with datasets.save_to_disk.")
-        return "a folder of datasets.save_to_disk"
-    if all(any(folder.glob(f"{split}*.parquet")) for split in ("train", f"validation{task.split}")):
-        return "parquet files"
-    raise _no_data(task, folder)
-
-
-def _no_data(task: GlueFormat, folder: Path) -> UserError:
-    return UserError(
+        return "a folder of datasets.save_to_disk", _from_disk
+    if all(any(folder.glob(f"{split}*.parquet")) for split in _splits(task)):
+        return "parquet files", _from_parquet
+    raise UserError(
         f"{folder} holds no {task.folder} data; data.root needs train.tsv and dev{task.split}.tsv of the official "
         f"archive, a folder of datasets.save_to_disk, or train*.parquet and validation{task.split}*.parquet."
     )
@@ -137,43 +141,43 @@ def _task_folder(task: GlueFormat, root: Path) -> Path:
 # -- official files -------------------------------------------------------------------------------------------------
 
 
-def _from_tsv(task: GlueFormat, folder: Path) -> tuple[Examples, Examples] | None:
-    train, validation = folder / "train.tsv", folder / f"dev{task.split}.tsv"
-    if not train.is_file() or not validation.is_file():
-        return None
-    return _read_tsv(task, train), _read_tsv(task, validation)
+def _tables(task: GlueFormat, folder: Path) -> tuple[Path, Path]:
+    return folder / "train.tsv", folder / f"dev{task.split}.tsv"
 
 
-def _from_msr(task: GlueFormat, folder: Path) -> tuple[Examples, Examples] | None:
+def _msr_tables(folder: Path) -> tuple[Path, Path]:
+    return folder / "msr_paraphrase_train.txt", folder / "msr_paraphrase_test.txt"
+
+
+def _dev_ids(folder: Path) -> Path | None:
+    return next((path for path in (folder / "dev_ids.tsv", folder / "mrpc_dev_ids.tsv") if path.is_file()), None)
+
+
+def _from_tables(task: GlueFormat, folder: Path) -> tuple[Examples, Examples]:
+    train, validation = (_examples(task, path, _rows(task, path)) for path in _tables(task, folder))
+    return train, validation
+
+
+def _from_msr(task: GlueFormat, folder: Path) -> tuple[Examples, Examples]:
     """MRPC as Microsoft ships it; GLUE's validation split is the part of its training file that dev_ids.tsv lists."""
-    train, test = folder / "msr_paraphrase_train.txt", folder / "msr_paraphrase_test.txt"
-    if not task.by_microsoft or not train.is_file():
-        return None
-    lists = [path for path in (folder / "dev_ids.tsv", folder / "mrpc_dev_ids.tsv") if path.is_file()]
-    if lists:
-        held = {tuple(line.split("\t")[:2]) for line in _lines(lists[0])}
-        rows = list(_rows(task, train))
-        kept, chosen = ([r for r in rows if (_ids(r[1]) in held) == inside] for inside in (False, True))
+    train, test = _msr_tables(folder)
+    rows = list(_rows(task, train))
+    if listed := _dev_ids(folder):
+        held = {tuple(line.split("\t")[:2]) for line in _lines(listed)}
+        kept, chosen = (
+            [entry for entry in rows if ((entry[1]["#1 ID"], entry[1]["#2 ID"]) in held) == inside]
+            for inside in (False, True)
+        )
         return _examples(task, train, kept), _examples(task, train, chosen)
-    if not test.is_file():
-        return None
     warnings.warn(
         f"{folder} has no dev_ids.tsv, so GLUE's validation split of MRPC is unknown: all of {train.name} trains "
         f"and {test.name} validates; scores do not compare with GLUE's.",
         stacklevel=2,
     )
-    return _read_tsv(task, train), _read_tsv(task, test)
-
-
-def _ids(row: dict[str, str]) -> tuple[str, str]:
-    return row["#1 ID"], row["#2 ID"]
+    return _examples(task, train, rows), _examples(task, test, _rows(task, test))
 
 
 _Row = tuple[int, dict[str, str]]  # line number, and fields by column
-
-
-def _read_tsv(task: GlueFormat, path: Path) -> Examples:
-    return _examples(task, path, _rows(task, path))
 
 
 def _lines(path: Path) -> list[str]:
@@ -226,34 +230,31 @@ def _filled(examples: Examples, place: object) -> Examples:
 # -- as the hub stores them -----------------------------------------------------------------------------------------
 
 
-def _from_disk(task: GlueFormat, folder: Path) -> tuple[Examples, Examples] | None:
-    if not (folder / "dataset_dict.json").is_file():
-        return None
+def _splits(task: GlueFormat) -> tuple[str, str]:
+    return "train", f"validation{task.split}"
+
+
+def _from_disk(task: GlueFormat, folder: Path) -> tuple[Examples, Examples]:
     from datasets import load_from_disk
 
     try:
         splits = load_from_disk(str(folder))
     except (ValueError, KeyError) as error:
         raise UserError(f"{folder} is not a readable datasets folder ({error}); save it again.") from error
-    names = ("train", f"validation{task.split}")
-    for name in names:
+    for name in _splits(task):
         if name not in splits:
             raise UserError(f"{folder} has no split {name}; it holds {', '.join(splits)}.")
-    first, second = (
-        _of_columns(task, {c: splits[n][c] for c in splits[n].column_names}, f"{folder}/{n}") for n in names
-    )
+    first, second = (_of_columns(task, splits[name].to_dict(), f"{folder}/{name}") for name in _splits(task))
     return first, second
 
 
-def _from_parquet(task: GlueFormat, folder: Path) -> tuple[Examples, Examples] | None:
-    files = [sorted(folder.glob(f"{name}*.parquet")) for name in ("train", f"validation{task.split}")]
-    if not all(files):
-        return None
+def _from_parquet(task: GlueFormat, folder: Path) -> tuple[Examples, Examples]:
     import pyarrow
     import pyarrow.parquet
 
     splits = []
-    for paths in files:
+    for name in _splits(task):
+        paths = sorted(folder.glob(f"{name}*.parquet"))
         try:
             table = pyarrow.concat_tables([pyarrow.parquet.read_table(path) for path in paths])
         except pyarrow.ArrowInvalid as error:
@@ -266,9 +267,8 @@ def _from_hub(task: GlueFormat) -> tuple[Examples, Examples]:
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
-    names = ["train", f"validation{task.split}"]
     try:
-        splits = load_dataset(HUB, task.name, split=names)
+        splits = load_dataset(HUB, task.name, split=list(_splits(task)))
     except (OSError, ValueError, DatasetsError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise UserError(
@@ -276,8 +276,8 @@ def _from_hub(task: GlueFormat) -> tuple[Examples, Examples]:
             "set data.root to a folder with the official files."
         ) from error
     first, second = (
-        _of_columns(task, {c: split[c] for c in split.column_names}, f"{HUB} {task.name} {name}")
-        for name, split in zip(names, splits, strict=True)
+        _of_columns(task, split.to_dict(), f"{HUB} {task.name} {name}")
+        for name, split in zip(_splits(task), splits, strict=True)
     )
     return first, second
 

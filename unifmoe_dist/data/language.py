@@ -39,7 +39,7 @@ class LanguageTask(Task):
         raise NotImplementedError
 
     def input_size(self, config: TrainConfig) -> tuple[int, ...]:
-        from unifmoe_dist.data.limits import MAX_LENGTH, longest_input
+        from unifmoe_dist.data.text import MAX_LENGTH, longest_input
 
         with suppress(UserError):
             encoder = self.encoder(config)
@@ -80,8 +80,7 @@ def encoded_task(
     Raises:
         UserError: config, tokenizer or (from `build_model`) weights are missing, unreadable or do not fit.
     """
-    from unifmoe_dist.data.limits import check_tokens, longest_input
-    from unifmoe_dist.data.text import EncodedTexts, PadCollator
+    from unifmoe_dist.data.text import EncodedTexts, PadCollator, check_tokens, longest_input
 
     tokenizer, config = encoder.tokenizer(), encoder.config()
     longest = longest_input(config, tokenizer, encoder.source)

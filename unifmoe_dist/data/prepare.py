@@ -15,8 +15,8 @@ from unifmoe_dist.data.archives import unpack
 from unifmoe_dist.data.benchmarks import TERRA_IMAGES, Archive, Benchmark
 from unifmoe_dist.data.download import download
 from unifmoe_dist.data.image_folders import list_images
-from unifmoe_dist.data.manifest import write_manifest
 from unifmoe_dist.data.task import plain
+from unifmoe_dist.data.verify import write_manifest
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.files import sha256
 

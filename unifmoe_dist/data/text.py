@@ -1,8 +1,11 @@
-"""Sentences and pairs of sentences as token ids, and their padding."""
+"""Sentences and pairs of sentences as token ids, their padding, and what an encoder can take of them.
+
+Texts with more tokens than the encoder takes are cut; tokens that it has no embedding for are refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,14 +13,22 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from unifmoe_dist.data import token_cache
 from unifmoe_dist.data.task import Batch
 from unifmoe_dist.data.token_cache import Tokens
+from unifmoe_dist.errors import UserError
 
 MAX_LENGTH = 128
 """Longest input, in tokens."""
+
+_FEWEST = 8
+"""Tokens below which nothing of a pair of sentences is left beside the special ones."""
+
+_AFTER_PADDING = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "roberta-prelayernorm")
+"""Families that count positions from the padding token's number on, so that as many are lost."""
 
 _AT_ONCE = 10_000  # texts that are tokenised together: bounds what the tokenizer's own lists take
 
@@ -78,6 +89,50 @@ def tokenise(tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, 
     return {"ids": np.concatenate(ids), "types": np.concatenate(types), "lengths": np.concatenate(lengths)}
 
 
+def longest_input(config: Any, tokenizer: Any, source: object) -> int:
+    """Tokens of an input at most: 128, or fewer if the model has fewer positions.
+
+    Args:
+        config: The model's (Transformers).
+        tokenizer: Its tokenizer.
+        source: Where they come from, for the message.
+
+    Raises:
+        UserError: too few for a sentence.
+    """
+    positions = getattr(config, "max_position_embeddings", None) or MAX_LENGTH
+    if config.model_type in _AFTER_PADDING:
+        positions -= (config.pad_token_id if config.pad_token_id is not None else 1) + 1
+    longest = min(MAX_LENGTH, positions, getattr(tokenizer, "model_max_length", None) or MAX_LENGTH)
+    if longest < _FEWEST:
+        raise UserError(
+            f"{source} takes inputs of {max(longest, 0)} tokens, too few for a sentence; choose a model with at least "
+            f"{_FEWEST} positions."
+        )
+    return longest
+
+
+def check_tokens(config: Any, parts: Iterable[EncodedTexts], source: object) -> None:
+    """See that the model has an embedding for every token and token type.
+
+    Raises:
+        UserError: it has not: tokens were added to the tokenizer, or it belongs to another model.
+    """
+    largest = [part.largest() for part in parts]
+    token, kind = max(t for t, _ in largest), max(k for _, k in largest)
+    if token >= config.vocab_size:
+        raise UserError(
+            f"the tokenizer of {source} gives token {token}, but its model has embeddings for {config.vocab_size}; "
+            "give a tokenizer and a model that belong together, or save the model after resize_token_embeddings."
+        )
+    kinds = getattr(config, "type_vocab_size", None)
+    if kinds is not None and kind >= kinds:
+        raise UserError(
+            f"the tokenizer of {source} gives token type {kind}, but its model knows {kinds}; give a tokenizer and a "
+            "model that belong together."
+        )
+
+
 @dataclass(frozen=True)
 class PadCollator:
     """Pads `(token ids, label)` or `(token ids, token types, label)` items on the right to the longest of the batch.
@@ -94,16 +149,14 @@ class PadCollator:
     token_types: bool = True
 
     def __call__(self, items: Sequence[tuple]) -> Batch:
-        shape = len(items), max(len(item[0]) for item in items)
+        rows = [torch.tensor(item[0], dtype=torch.int64) for item in items]
         inputs: dict[str, Tensor] = {
-            "input_ids": torch.full(shape, self.pad_token_id, dtype=torch.int64),
-            "attention_mask": torch.zeros(shape, dtype=torch.int64),
+            "input_ids": pad_sequence(rows, True, self.pad_token_id),
+            "attention_mask": pad_sequence([torch.ones_like(row) for row in rows], True),
         }
         if self.token_types:
-            inputs["token_type_ids"] = torch.zeros(shape, dtype=torch.int64)
-        for row, (ids, *types, _) in enumerate(items):
-            inputs["input_ids"][row, : len(ids)] = torch.tensor(ids)
-            inputs["attention_mask"][row, : len(ids)] = 1
-            if types and self.token_types:
-                inputs["token_type_ids"][row, : len(ids)] = torch.tensor(types[0])
+            types = [
+                torch.tensor(t[0]) if t else torch.zeros_like(row) for row, (_, *t, _) in zip(rows, items, strict=True)
+            ]
+            inputs["token_type_ids"] = pad_sequence(types, True)
         return inputs, torch.tensor([item[-1] for item in items], dtype=torch.int64)

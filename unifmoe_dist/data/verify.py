@@ -1,22 +1,68 @@
-"""Whether a data set is what it should be: counts, every image decoded, and its manifest."""
+"""Whether a data set is what it should be: counts, every image decoded, and the manifest that was made with it.
+
+The manifest says what a prepared data set was made from and what it holds, so that it can be checked later.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import multiprocessing
+import os
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from unifmoe_dist.data.benchmarks import Benchmark
 from unifmoe_dist.data.image_folders import ImageFolder, find_dataset, list_images, read_duplicates
 from unifmoe_dist.data.images import NotAnImage, decode
-from unifmoe_dist.data.manifest import count_classes, digest, read_manifest
+from unifmoe_dist.files import sha256, write_text
 
+MANIFEST = "manifest.json"
 _CHUNK = 64  # images per message to a worker
+
+
+def write_manifest(dataset: Path, name: str, archives: list[dict[str, Any]], folders: list[ImageFolder]) -> None:
+    """Write the manifest.
+
+    Args:
+        dataset: The data set's folder.
+        name: The benchmark's name.
+        archives: File name, bytes and sha256 of what was unpacked.
+        folders: What came out.
+    """
+    environments = {
+        folder.environment.folder: {"images": len(folder), "sha256": _digest(folder), "classes": _count_classes(folder)}
+        for folder in folders
+    }
+    content = {"dataset": name, "archives": archives, "environments": environments}
+    write_text(dataset / MANIFEST, json.dumps(content, indent=1))
+
+
+def _recorded(dataset: Path, folder: ImageFolder) -> str | None:
+    """An environment's checksum in the manifest; None where there is none or it cannot be read."""
+    try:
+        return json.loads((dataset / MANIFEST).read_text())["environments"][folder.environment.folder]["sha256"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _digest(folder: ImageFolder) -> str:
+    """sha256 over the paths and the contents of an environment's images, in the order of their paths."""
+    whole = hashlib.sha256()
+    for name in sorted(os.fsdecode(file) for file in folder.files):
+        whole.update(f"{name}\0{sha256(folder.path / name)}\n".encode())
+    return whole.hexdigest()
+
+
+def _count_classes(folder: ImageFolder) -> dict[str, int]:
+    """Images per class."""
+    return {name: int((folder.labels == label).sum()) for label, name in enumerate(folder.classes)}
 
 
 @dataclass(frozen=True)
@@ -107,49 +153,25 @@ def verify(benchmark: Benchmark, root: Path | None, workers: int = 0, progress: 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about counts, which are reported here
         folders = list_images(benchmark, dataset)
-    manifest = read_manifest(dataset)
-    environments = []
-    for folder in folders:
-        recorded = (manifest or {"environments": {}})["environments"].get(folder.environment.folder, {}).get("sha256")
-        environments.append(
-            EnvironmentReport(
-                folder.environment.name,
-                folder.path.name,
-                len(folder),
-                folder.environment.images,
-                count_classes(folder),
-                None if recorded is None else recorded != digest(folder),
-            )
+    environments = [
+        EnvironmentReport(
+            folder.environment.name,
+            folder.path.name,
+            len(folder),
+            folder.environment.images,
+            _count_classes(folder),
+            None if (recorded := _recorded(dataset, folder)) is None else recorded != _digest(folder),
         )
-    corrupt, truncated = _decode_all(folders, workers, progress)
+        for folder in folders
+    ]
     listed = read_duplicates(benchmark, dataset)
-    left_out = sum((dataset / name).is_file() for name in listed)
-    unknown = benchmark.duplicates is not None and not listed
     return Report(
         dataset,
         environments,
         (benchmark.images, *benchmark.other_totals),
-        corrupt,
-        truncated,
-        None if unknown else left_out,
+        *_decode_all(folders, workers, progress),
+        None if benchmark.duplicates and not listed else sum((dataset / name).is_file() for name in listed),
     )
-
-
-@dataclass(frozen=True)
-class Examination:
-    """One file: whether it is whole, and otherwise why it cannot be decoded, or None if a part of it can."""
-
-    file: str
-    whole: bool
-    fault: str | None = None
-
-
-def examine(file: str) -> Examination:
-    """Decode one image."""
-    try:
-        return Examination(file, decode(Path(file))[1])
-    except NotAnImage as error:
-        return Examination(file, False, str(error))
 
 
 def _decode_all(folders: list[ImageFolder], workers: int, progress: bool) -> tuple[list[tuple[str, str]], list[str]]:
@@ -157,17 +179,20 @@ def _decode_all(folders: list[ImageFolder], workers: int, progress: bool) -> tup
     files = [str(folder.file(index)) for folder in folders for index in range(len(folder))]
     corrupt: list[tuple[str, str]] = []
     truncated: list[str] = []
-    for result in tqdm(_examined(files, workers), "decoding", len(files), unit=" images", disable=not progress):
-        if result.fault is not None:
-            corrupt.append((result.file, result.fault))
-        elif not result.whole:
-            truncated.append(result.file)
+    with ProcessPoolExecutor(max(1, workers), multiprocessing.get_context("forkserver")) as pool:  # starts when used
+        found = pool.map(_examine, files, chunksize=_CHUNK) if workers else map(_examine, files)
+        shown = tqdm(found, "decoding", len(files), unit=" images", disable=not progress)
+        for file, (fault, whole) in zip(files, shown, strict=True):
+            if fault is not None:
+                corrupt.append((file, fault))
+            elif not whole:
+                truncated.append(file)
     return corrupt, truncated
 
 
-def _examined(files: list[str], workers: int) -> Iterator[Examination]:
-    if workers == 0:
-        yield from map(examine, files)
-        return
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("forkserver")) as pool:
-        yield from pool.map(examine, files, chunksize=_CHUNK)
+def _examine(file: str) -> tuple[str | None, bool]:
+    """Why an image cannot be decoded, None if at least a part of it can; and whether the file is whole."""
+    try:
+        return None, decode(Path(file))[1]
+    except NotAnImage as error:
+        return str(error), False

@@ -18,7 +18,6 @@ from tests.support.faults import SMALL, die, lines_about, on_call, words
 from tests.support.jobs import RunningJob, run_job
 from tests.support.ranks import run_ranks
 from tests.support.training import tensors_of, train
-from unifmoe_dist import files
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.train import checkpoint
 
@@ -43,8 +42,8 @@ def assert_intact(run: Path, step: int, whole) -> None:
 # Where a rank dies: (owner, function, its call) just before which it does. A save is 5 files on rank 0, 3 on rank 1.
 # Rank 0 replaces config.yaml, then in each save progress.json, manifest.json, the folder, `latest` and (here) `best`.
 POINTS = {
-    "first file": (files, "save_file", 4),
-    "last file": (files, "save_file", 10),
+    "first file": (checkpoint, "save_tensors", 4),
+    "last file": (checkpoint, "save_tensors", 10),
     "rename": (os, "replace", 9),
     "latest": (os, "replace", 10),
     "best of the first save": (os, "replace", 6),

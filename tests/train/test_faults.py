@@ -16,7 +16,6 @@ import torch
 from tests.support.faults import SMALL, die, lines_about, on_call, words
 from tests.support.jobs import ROOT, environment, free_port, run_job
 from tests.support.training import tensors_of
-from unifmoe_dist import files
 from unifmoe_dist.dispatch import alltoall
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.layer import UniFMoELayer
@@ -31,7 +30,7 @@ PLACES = {
     "forward": (UniFMoELayer, "forward", 5),
     "dispatch": (alltoall._AllToAllExchange, "arrivals", 5),
     "evaluation": (evaluate, "evaluation_batches", 2),
-    "save": (files, "save_file", 2),
+    "save": (checkpoint, "save_tensors", 2),
 }
 
 

@@ -98,7 +98,7 @@ def steps(trainer: Trainer, last: int) -> list[float]:
         result = trainer.train_step()
         losses.append(float(trainer.ranks.all_sum(result.sums["task_loss"])) / trainer.ranks.world_size)
         if trainer.step == 4:
-            trainer._validate_and_save(0.0)
+            trainer._save(0.0, better=trainer._validate())
     return losses
 
 

@@ -48,6 +48,6 @@ def train(rank, world, folder, steps, stop=None, **options):
             losses.append(float(ranks.all_sum(sums["task_loss"])) / world)
             norms.append(float(trainer.engine.get_global_grad_norm() or 0.0))
             if trainer.step % config.eval_every == 0:
-                trainer._validate_and_save(0.0)
+                trainer._save(0.0, better=trainer._validate())
         weights = {n: t.detach().clone() for n, t in trainer.model.state_dict().items()}
         return losses, checkpoint.split_by_expert(trainer.model, weights), norms

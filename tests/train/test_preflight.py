@@ -10,7 +10,6 @@ from unifmoe_dist.methods import MOE_LAYERS
 from unifmoe_dist.runtime.ranks import Ranks
 from unifmoe_dist.train import build
 from unifmoe_dist.train.cli import parse_train_config
-from unifmoe_dist.train.preflight import check_layers
 from unifmoe_dist.train.trainer import Trainer
 
 VISION = ["--data.task", "domainnet", "--data.held_out", "real", "--data.root", "/nowhere"]
@@ -38,7 +37,7 @@ def config(*words: str):
 @pytest.mark.parametrize("words", [VISION, LANGUAGE])
 def test_what_fits_passes_and_draws_no_random_number(words, method):
     state = torch.get_rng_state()
-    check_layers(config(*words, "--model.moe", method, "--model.layers", "[1,2]", "--model.num_experts", "4"))
+    build.check_layers(config(*words, "--model.moe", method, "--model.layers", "[1,2]", "--model.num_experts", "4"))
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -60,5 +59,5 @@ def test_what_does_not_fit_is_refused_before_the_data_are_read(words, message, t
 
 
 def test_backbones_that_cannot_be_had_are_left_to_those_who_read_them():
-    check_layers(config(*VISION, "--model.backbone", "resnet50"))
-    check_layers(config(*LANGUAGE, "--model.backbone", "no-such-model"))  # tests run without the hub
+    build.check_layers(config(*VISION, "--model.backbone", "resnet50"))
+    build.check_layers(config(*LANGUAGE, "--model.backbone", "no-such-model"))  # tests run without the hub

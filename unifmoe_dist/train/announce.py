@@ -20,31 +20,12 @@ from unifmoe_dist.train import deepspeed
 def first_lines(
     config: TrainConfig, ranks: Ranks, task: TaskData, model: nn.Module, folder: Path, step: int
 ) -> list[str]:
-    """What is worth knowing before the first step.
-
-    Args:
-        config: The run's options, in steps.
-        ranks: This process's place in the job.
-        task: The data.
-        model: What is trained, with this rank's experts.
-        folder: The run's folder.
-        step: Steps that are done.
-    """
+    """What is worth knowing before the first step; `step` steps are done. `config` is in steps."""
     if step >= config.steps:
         return [f"{folder} is complete at step {step}; it is tested again"]
     begun = f"goes on from step {step} of {config.steps}" if step else f"starts, {config.steps} steps"
-    return [
-        f"{folder} {begun}",
-        *(
-            f"  {line}"
-            for line in (
-                _where(config, ranks),
-                _what(config, ranks, model),
-                _data(config, task),
-                _batch(config, ranks, task),
-            )
-        ),
-    ]
+    lines = _where(config, ranks), _what(config, ranks, model), _data(config, task), _batch(config, ranks, task)
+    return [f"{folder} {begun}", *(f"  {line}" for line in lines)]
 
 
 def _where(config: TrainConfig, ranks: Ranks) -> str:

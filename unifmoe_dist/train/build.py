@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,6 +69,22 @@ def install_layers(config: TrainConfig, model: nn.Module, ranks: Ranks | None = 
     return model
 
 
+def check_layers(config: TrainConfig) -> None:
+    """Refuse layers that the task's backbone cannot have, before a large data set is read: on a model without storage.
+
+    Raises:
+        UserError: as building the model would.
+    """
+    if not method_of(config.model.moe).layer:
+        return
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        try:
+            backbone = find_task(config.data.task).untrained(config)
+        except UserError:
+            return  # a backbone that cannot be had is refused when its weights are read
+        install_layers(config, backbone)
+
+
 def checkpoint_activations(model: Any) -> None:
     """Recompute activations in the backward pass, in a way that losses computed inside the layers survive."""
     if hasattr(model, "gradient_checkpointing_enable"):
@@ -101,9 +118,7 @@ def build_algorithm(config: TrainConfig, task: TaskData, ranks: Ranks | None = N
             f"{task.name} has {environments}; use algorithm.name erm."
         )
 
-    def make_model() -> nn.Module:
-        return build_model(config, task, ranks)
-
+    make_model = partial(build_model, config, task, ranks)
     return kind(make_model(), environments, task.num_classes, config.algorithm, make_model)
 
 

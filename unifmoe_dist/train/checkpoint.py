@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,17 +64,17 @@ def _expert_key(name: str, prefix: str, expert: int) -> str:
 
 def split_by_expert(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Replace every tensor of stacked local experts by one tensor per expert, under its global index."""
-    experts = expert_names(model)
-    result = {}
-    for name, tensor in tensors.items():
-        if name not in experts:
-            result[name] = tensor
-            continue
-        prefix, first, count = experts[name]
-        if tensor.ndim == 1:  # a bias
-            tensor = tensor.view(count, -1)
-        result.update({_expert_key(name, prefix, first + i): tensor[i] for i in range(count)})
-    return result
+    places = expert_names(model)
+    return {key: part for name, tensor in tensors.items() for key, part in _by_expert(places, name, tensor)}
+
+
+def _by_expert(places: Places, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    if name not in places:
+        yield name, tensor
+        return
+    prefix, first, count = places[name]
+    rows = tensor.view(count, -1) if tensor.ndim == 1 else tensor  # a bias
+    yield from ((_expert_key(name, prefix, first + i), rows[i]) for i in range(count))
 
 
 def save(
@@ -137,17 +137,31 @@ def save(
 
 def _files(model: nn.Module, engine: Any, ranks: Ranks) -> dict[str, dict[str, Tensor]]:
     """The contents of the files that this rank writes for a model, by stem; collective."""
-    experts = set(expert_names(model)) if ranks.expert_group is not None else set()
+    places = expert_names(model)
+    sharded = set(places) if ranks.expert_group is not None else set()
     states = deepspeed.collect(engine, model)
     weights = {name: t.detach().cpu() for name, t in model.state_dict().items()}
-    _sum_over_ranks(model, weights, ranks)
+    for name in _rank_sums(model):
+        weights[name] = ranks.all_sum(weights[name]).to(weights[name].dtype)
     files: dict[str, dict[str, Tensor]] = {}
+
+    def add(stem: str, names: set[str]) -> None:
+        chosen = [part for name in weights if name in names for part in _by_expert(places, name, weights[name])]
+        # safetensors refuses tensors that share memory, such as tied embeddings: each gets its own.
+        files[stem] = {key: part.clone(memory_format=torch.contiguous_format) for key, part in chosen}
+        files[f"{stem}-optimizer"] = {
+            f"{key}/{kind}": part.contiguous()
+            for name, state in states.items()
+            if name in names
+            for kind, tensor in state.items()
+            for key, part in _by_expert(places, name, tensor)
+        }
+
     if ranks.rank == 0:
-        files.update(_pair("dense", model, weights, states, lambda name: name not in experts))
-    if experts and ranks.expert_replica == 0:
-        _, first, count = expert_names(model)[next(iter(experts))]
-        stem = f"experts-{first:03d}-{first + count:03d}"
-        files.update(_pair(stem, model, weights, states, experts.__contains__))
+        add("dense", {*weights} - sharded)
+    if sharded and ranks.expert_replica == 0:
+        _, first, count = next(iter(places.values()))
+        add(f"experts-{first:03d}-{first + count:03d}", sharded)
     return files
 
 
@@ -162,33 +176,6 @@ def _explained(final: Path) -> Iterator[None]:
         raise UserError(
             f"checkpoint {final} could not be written ({error}): free space or choose another --output{kept}."
         ) from error
-
-
-def _pair(
-    stem: str,
-    model: nn.Module,
-    weights: dict[str, Tensor],
-    states: dict[str, dict[str, Tensor]],
-    belongs: Callable[[str], bool],
-) -> dict[str, dict[str, Tensor]]:
-    """The contents of a weight file and of its optimiser file, by stem."""
-    chosen = split_by_expert(model, {n: t for n, t in weights.items() if belongs(n)})
-    by_kind: dict[str, dict[str, Tensor]] = {}
-    for name, state in states.items():
-        if belongs(name):
-            for kind, tensor in state.items():
-                by_kind.setdefault(kind, {})[name] = tensor
-    flat = {
-        f"{name}/{kind}": tensor.contiguous()
-        for kind, tensors in by_kind.items()
-        for name, tensor in split_by_expert(model, tensors).items()
-    }
-    return {stem: {n: t.contiguous() for n, t in _untied(chosen).items()}, f"{stem}-optimizer": flat}
-
-
-def _untied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """safetensors refuses tensors that share memory (tied embeddings): give each its own."""
-    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def latest(run: Path, name: str = "latest") -> Path:
@@ -342,12 +329,6 @@ def load(
                 f"or write another one's name into {folder.parent / 'latest'}."
             ) from error
     return progress
-
-
-def _sum_over_ranks(model: nn.Module, weights: dict[str, Tensor], ranks: Ranks) -> None:
-    """Replace `_rank_sums` among a model's `weights`, by name, by their sums; collective."""
-    for name in _rank_sums(model):
-        weights[name] = ranks.all_sum(weights[name]).to(weights[name].dtype)
 
 
 @torch.no_grad()

@@ -31,7 +31,6 @@ from unifmoe_dist.train.evaluate import Score, collect_usage, evaluate
 from unifmoe_dist.train.folder import keep_options
 from unifmoe_dist.train.health import locate
 from unifmoe_dist.train.own_model import keep_backbone
-from unifmoe_dist.train.preflight import check_layers
 from unifmoe_dist.train.progress import BAR, mean_over_layers, show_beside, training_numbers
 from unifmoe_dist.train.run import agree, set_aside
 from unifmoe_dist.train.selection import Selection
@@ -56,7 +55,7 @@ class Trainer:
         self.ranks, self.folder = ranks, folder
         if config.parallel.precision == "fp16" and ranks.device.type == "cpu":
             raise UserError("parallel.precision fp16 needs a GPU; on the CPU use fp32 or bf16.")
-        check_layers(config)
+        build.check_layers(config)
         seed_everything(config.seed)
         heartbeat.doing(f"reading the data of {config.data.task}")
         self.task: TaskData = build.build_task(config) if task is None else task
@@ -176,7 +175,7 @@ class Trainer:
                     window = []
                 seconds = self.seconds + time.perf_counter() - started
                 if checked:
-                    self._validate_and_save(seconds)
+                    self._save(seconds, better=self._validate())
                     if shown and bar.disable:
                         best = f"best {self.task.metric.name} {self.selection.score:.3f} at step {self.selection.step}"
                         print(f"step {self.step}/{config.steps}: {' '.join(numbers)}, {best}", flush=True)
@@ -185,7 +184,9 @@ class Trainer:
                     self._save(seconds, better=False)
                 if result.signal:
                     bar.close()
-                    self._say_saved(result.signal)
+                    if self.ranks.rank == 0:
+                        name = Signals(result.signal).name
+                        print(f"saved at step {self.step} after {name}; continue with --resume", flush=True)
                     return None
         bar.close()
         self.batches.close()
@@ -196,10 +197,6 @@ class Trainer:
             self._validate()
             self._name_best(f"step-{self.step:06d}")
         return self._finish()
-
-    def _say_saved(self, signal: int) -> None:
-        if self.ranks.rank == 0:
-            print(f"saved at step {self.step} after {Signals(signal).name}; continue with --resume", flush=True)
 
     def _log_training(self, window: list[dict[str, Tensor]]) -> list[str]:
         if not window:
@@ -212,10 +209,6 @@ class Trainer:
         self._record({**kind, **means, "lr": self.schedule.get_last_lr()[0], "skipped_steps": self.skipped}, usage)
         self.latest = f", loss {means['loss']:.3f}"
         return training_numbers(means, usage)
-
-    def _validate_and_save(self, seconds: float) -> None:
-        better = self._validate()
-        self._save(seconds, better)
 
     def _validate(self) -> bool:
         """Score the validation data; whether that is the best so far."""
@@ -244,8 +237,7 @@ class Trainer:
             **self.selection.progress(),
         }
         heartbeat.doing(f"step {self.step} of {self.config.steps}, writing a checkpoint")
-        folder = self.folder / "checkpoints"
-        extra = self.algorithm.extra
+        folder, extra = self.folder / "checkpoints", self.algorithm.extra
         saved = checkpoint.save(folder, self.model, self.engine, self.ranks, progress, self.schedule, extra)
         self.saved_step = self.step
         if better:
@@ -304,8 +296,7 @@ class Trainer:
         self.engine.monitor.write_events(events)
 
     def _resume(self) -> None:
-        folder = checkpoint.latest(self.folder)
-        extra = self.algorithm.extra
+        folder, extra = checkpoint.latest(self.folder), self.algorithm.extra
         progress = checkpoint.load(folder, self.model, self.engine, self.ranks, self.schedule, extra)
         check_epochs(self.config, self.epoch_steps, progress)
         self.step, self.seconds, self.skipped = progress["step"], progress["seconds"], progress["skipped_steps"]
@@ -320,17 +311,19 @@ class Trainer:
             if self.selection.step:
                 write_text(folder.parent / "best", best.name)
             checkpoint.prune(folder.parent, self.config.keep_checkpoints)
-        metrics = self.folder / "metrics.jsonl"
-        if self.ranks.rank == 0 and metrics.is_file():
-            # Lines written after the checkpoint will be written again.
-            lines = [line for line in metrics.read_text().splitlines() if _step_of(line) <= self.step]
-            write_text(metrics, "".join(line + "\n" for line in lines))
+            metrics = self.folder / "metrics.jsonl"
+            if metrics.is_file():  # lines written after the checkpoint will be written again
+                lines = [line for line in metrics.read_text().splitlines() if _step_of(line) <= self.step]
+                write_text(metrics, "".join(line + "\n" for line in lines))
         self.ranks.barrier()
 
 
 def summarise(config: TrainConfig, score: Score) -> dict[str, Any]:
     """What was scored and how it did: the part of summary.json that testing gives."""
-    dense = float(config.model.num_blocks)
+
+    def mean(name: str, of_dense: float | None) -> float | None:
+        return mean_over_layers(score.usage, name) if score.usage else of_dense
+
     return {
         "task": config.data.task,
         "held_out": find_task(config.data.task).held_out(config),
@@ -341,10 +334,10 @@ def summarise(config: TrainConfig, score: Score) -> dict[str, Any]:
         "metric": score.metric,
         "score": score.value,
         "test_accuracy": score.accuracy,
-        "mean_block_compute": mean_over_layers(score.usage, "block_compute") if score.usage else dense,
-        "mean_expert_count": mean_over_layers(score.usage, "expert_count") if score.usage else 0.0,
-        "mean_shared_demand": mean_over_layers(score.usage, "shared_demand") if score.usage else None,
-        "dropped_fraction": mean_over_layers(score.usage, "dropped") if score.usage else 0.0,
+        "mean_block_compute": mean("block_compute", float(config.model.num_blocks)),
+        "mean_expert_count": mean("expert_count", 0.0),
+        "mean_shared_demand": mean("shared_demand", None),
+        "dropped_fraction": mean("dropped", 0.0),
         "num_blocks": config.model.num_blocks,
     }
 

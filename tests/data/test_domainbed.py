@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from torchvision.datasets import ImageFolder
 
+from tests.support.tasks import domainbed_task
 from tests.support.tiny_images import make_benchmark
 from unifmoe_dist.data.benchmarks import BENCHMARKS
-from unifmoe_dist.data.domainbed import domainbed_task, split
+from unifmoe_dist.data.domainbed import split
 from unifmoe_dist.data.image_folders import list_images
 from unifmoe_dist.errors import UserError
 

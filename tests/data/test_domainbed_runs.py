@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.support.jobs import ROOT, run_job
+from tests.support.tasks import domainbed_task
 from tests.support.tiny_images import TINY
 from unifmoe_dist.data.benchmarks import BENCHMARKS
-from unifmoe_dist.data.domainbed import domainbed_task
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.studies.run_report import load_run
 from unifmoe_dist.train.cli import load_train_config, parse_train_config

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.support.glue_tables import TINY_ENCODER, write_official
+from tests.support.tasks import glue_task
 from unifmoe_dist.data.encoders import Encoder
-from unifmoe_dist.data.glue import glue_task
 from unifmoe_dist.data.text import EncodedTexts, PadCollator
 from unifmoe_dist.errors import UserError
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.glue_tables import MRPC_HEADER, OFFICIAL, write, write_official
+from tests.support.tasks import glue_task
 from unifmoe_dist.data.encoders import TINY, Encoder
-from unifmoe_dist.data.glue import glue_task
 from unifmoe_dist.data.glue_files import FORMATS, check_layout, read_glue
 from unifmoe_dist.data.language import Examples
 from unifmoe_dist.errors import UserError

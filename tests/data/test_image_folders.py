@@ -10,9 +10,9 @@ from unittest import mock
 
 import pytest
 
+from tests.support.tasks import domainbed_task
 from tests.support.tiny_images import make_benchmark, write_image
 from unifmoe_dist.data.benchmarks import BENCHMARKS
-from unifmoe_dist.data.domainbed import domainbed_task
 from unifmoe_dist.data.image_folders import list_images
 from unifmoe_dist.errors import UserError
 

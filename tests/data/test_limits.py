@@ -9,9 +9,9 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from tests.support.tasks import glue_task
 from unifmoe_dist.data.acceptability import acceptability_task
 from unifmoe_dist.data.encoders import TINY, Encoder
-from unifmoe_dist.data.glue import glue_task
 from unifmoe_dist.data.glue_files import read_glue
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.vision_backbone import build_backbone

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tasks import domainbed_task
 from tests.support.tiny_images import class_names, make_benchmark, write_image
 from unifmoe_dist.data.archives import unpack
 from unifmoe_dist.data.benchmarks import BENCHMARKS, Archive
-from unifmoe_dist.data.domainbed import domainbed_task
 from unifmoe_dist.data.download import download
 from unifmoe_dist.data.prepare import fetch_archives, fetch_duplicates, prepare
 from unifmoe_dist.data.verify import verify

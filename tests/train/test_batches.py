@@ -12,8 +12,8 @@ import torch
 
 from tests.support.jobs import ROOT
 from tests.support.ranks import run_ranks
+from tests.support.tasks import domainbed_task
 from tests.support.tiny_images import TINY
-from unifmoe_dist.data.domainbed import domainbed_task
 from unifmoe_dist.data.vision_backbone import build_backbone
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.runtime.ranks import Ranks

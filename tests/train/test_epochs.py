@@ -12,9 +12,9 @@ import torch
 
 from tests.support.glue_tables import TINY_ENCODER, write_rte
 from tests.support.ranks import run_ranks
+from tests.support.tasks import glue_task
 from unifmoe_dist.config import DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
 from unifmoe_dist.data.encoders import TINY
-from unifmoe_dist.data.glue import glue_task
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.runtime.ranks import running_ranks
 from unifmoe_dist.train import build, checkpoint

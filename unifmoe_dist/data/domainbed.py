@@ -47,20 +47,41 @@ class DomainBed(Task):
         self.disk_gb = benchmark.disk_gb
 
     def read(self, config: TrainConfig) -> TaskData:
-        data, model = config.data, config.model
-        return domainbed_task(
-            self.name,
-            data.held_out,
-            data.root,
-            split_seed(config),
-            image_size=data.image_size,
-            backbone=model.backbone,
-            pretrained=model.pretrained,
-            dropout=model.dropout,
-            drop_path=model.drop_path,
+        """The task with one environment held out.
+
+        Items of `train` are `(PIL image, label)`, which `augment` turns into `(tensor, label)`; items of the others are
+        `((3, image_size, image_size) float32, label)`. The model is called as `model(x=images)`.
+        """
+        from unifmoe_dist.data.image_folders import list_images
+        from unifmoe_dist.data.images import EvaluationTransform, ImageDataset, TrainingTransform
+
+        benchmark, data = BENCHMARKS[self.name], config.data
+        held = benchmark.environment_index(data.held_out)
+        folders = list_images(benchmark, data.root)
+        for folder in folders:
+            if int(OUT_SHARE * len(folder)) < 1:
+                raise UserError(
+                    f"{folder.path} holds {len(folder)} images, too few for an out-split of 20 %; it needs at least 5."
+                )
+        splits = [split(len(folder), split_seed(config), index) for index, folder in enumerate(folders)]
+        kept = [index for index in range(len(folders)) if index != held]
+        plain = EvaluationTransform(data.image_size)
+        return TaskData(
+            name=self.name,
+            num_classes=self.num_classes,
+            train=[ImageDataset(folders[index], splits[index][0], None) for index in kept],
+            validation=[ImageDataset(folders[index], splits[index][1], plain) for index in kept],
+            test=[ImageDataset(folders[held], splits[held][0], plain)],
+            environments=tuple(self.environments[index] for index in kept),
+            collate=collate_images,
+            build_model=partial(self._backbone, config, config.model.pretrained),
+            augment=TrainingTransform(data.image_size),
         )
 
     def untrained(self, config: TrainConfig) -> nn.Module:
+        return self._backbone(config, "none")
+
+    def _backbone(self, config: TrainConfig, pretrained: str | None) -> nn.Module:
         from unifmoe_dist.data.vision_backbone import DEFAULT_BACKBONE, build_backbone
 
         model = config.model
@@ -68,7 +89,7 @@ class DomainBed(Task):
             model.backbone or DEFAULT_BACKBONE,
             self.num_classes,
             config.data.image_size,
-            "none",
+            pretrained,
             dropout=model.dropout,
             drop_path=model.drop_path,
         )
@@ -85,74 +106,6 @@ class DomainBed(Task):
     def timm_arguments(self, config: TrainConfig) -> dict[str, Any]:
         """The size, and dropout: timm makes it a layer, which counts in the names of weights after it."""
         return {"img_size": config.data.image_size, "proj_drop_rate": config.model.dropout}
-
-
-def domainbed_task(
-    name: str,
-    held_out: str | int,
-    root: str | Path | None = None,
-    split_seed: int = 0,
-    *,
-    image_size: int = 224,
-    backbone: str | None = None,
-    pretrained: str | None = None,
-    dropout: float = 0.0,
-    drop_path: float = 0.0,
-) -> TaskData:
-    """The task with one environment held out.
-
-    Args:
-        name: "pacs", "vlcs", "officehome", "terraincognita" or "domainnet".
-        held_out: The paper's name of an environment, its folder, or its index in DomainBed's order.
-        root: The data set's folder or the one above; by default see `find_dataset`.
-        split_seed: Decides the split within each environment.
-        image_size: Side of the images, in pixels.
-        backbone: A ViT of timm's registry; by default DeiT-S/16.
-        pretrained: See `build_backbone`.
-        dropout: Dropout of embeddings and of the outputs of attention and FFNs.
-        drop_path: Stochastic-depth rate.
-
-    Returns:
-        Items of `train` are `(PIL image, label)`, which `augment` turns into `(tensor, label)`; items of the others are
-        `((3, image_size, image_size) float32, label)`. The model is called as `model(x=images)`.
-
-    Raises:
-        UserError: there is no such environment; the folders are not in DomainBed's layout.
-    """
-    from unifmoe_dist.data.image_folders import list_images
-    from unifmoe_dist.data.images import EvaluationTransform, ImageDataset, TrainingTransform
-    from unifmoe_dist.data.vision_backbone import DEFAULT_BACKBONE, build_backbone
-
-    benchmark = BENCHMARKS[name]
-    held_index = benchmark.environment_index(held_out)
-    folders = list_images(benchmark, root)
-    for folder in folders:
-        if int(OUT_SHARE * len(folder)) < 1:
-            raise UserError(
-                f"{folder.path} holds {len(folder)} images, too few for an out-split of 20 %; it needs at least 5."
-            )
-    splits = [split(len(folder), split_seed, index) for index, folder in enumerate(folders)]
-    kept = [index for index in range(len(folders)) if index != held_index]
-    plain = EvaluationTransform(image_size)
-    return TaskData(
-        name=name,
-        num_classes=benchmark.num_classes,
-        train=[ImageDataset(folders[index], splits[index][0], None) for index in kept],
-        validation=[ImageDataset(folders[index], splits[index][1], plain) for index in kept],
-        test=[ImageDataset(folders[held_index], splits[held_index][0], plain)],
-        environments=tuple(benchmark.environments[index].name for index in kept),
-        collate=collate_images,
-        build_model=partial(
-            build_backbone,
-            backbone or DEFAULT_BACKBONE,
-            benchmark.num_classes,
-            image_size,
-            pretrained,
-            dropout=dropout,
-            drop_path=drop_path,
-        ),
-        augment=TrainingTransform(image_size),
-    )
 
 
 def split(count: int, split_seed: int, environment: int) -> tuple[np.ndarray, np.ndarray]:

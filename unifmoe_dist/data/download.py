@@ -22,14 +22,8 @@ def download(url: str, path: Path, checksum: str | None = None, progress: bool =
     """Fetch a file over HTTP; nothing happens if it is there already.
 
     What has arrived waits under `path` + ".part", and a later call goes on from there if the file on the server is
-    still the same (its ETag or date, kept in ".part.version", says so).
-
-    Args:
-        url: Where.
-        path: To where; appears when whole.
-        checksum: sha256 that the whole must have, where one is known.
-        progress: Show a bar.
-        pause: Seconds before the first new try; each further one waits twice as long.
+    still the same (its ETag or date, kept in ".part.version", says so). `checksum` is the whole's sha256, where one is
+    known; before the first new try it waits `pause` seconds, then twice as long each time.
 
     Raises:
         UserError: the address is not one of the web; the server cannot be reached, refuses, keeps breaking off, or the

@@ -73,7 +73,15 @@ class Glue(LanguageTask):
         self.method_options = {"dynmoe": {**most, "model.adapt_every": "epoch"}, "mass": mass}
 
     def read(self, config: TrainConfig) -> TaskData:
-        return glue_task(self.name, config.data.root, self.encoder(config), config.model.dropout)
+        return encoded_task(
+            self.name,
+            read_glue(self.name, config.data.root),
+            self.encoder(config),
+            self.num_classes,
+            environment=self.name,
+            dropout=config.model.dropout,
+            metric=FACTS[self.name].metric,
+        )
 
     def encoder(self, config: TrainConfig) -> Encoder:
         from unifmoe_dist.data.encoders import GLUE_BACKBONE, Encoder
@@ -87,24 +95,3 @@ class Glue(LanguageTask):
         if backbone is None:
             return config
         return replace(config, model=replace(config.model, backbone=str(backbone), pretrained="none"))
-
-
-def glue_task(
-    name: str, root: str | Path | None = None, encoder: Encoder | None = None, dropout: float = 0.1
-) -> TaskData:
-    """One task; the rest is as `encoded_task` has it.
-
-    Args:
-        name: cola, mrpc, qnli, mnli (matched) or rte.
-        root: Folder of the data, or its parent, in any layout of `read_glue`; None reads the hub.
-        encoder: Backbone and tokenizer; BERT-large-cased from the hub by default.
-        dropout: Dropout of the backbone's embeddings and outputs.
-
-    Raises:
-        UserError: data, tokenizer or (from `build_model`) weights are missing or unreadable.
-    """
-    from unifmoe_dist.data.encoders import GLUE_BACKBONE, Encoder
-
-    classes, metric = len(FORMATS[name].classes), FACTS[name].metric
-    encoder = encoder or Encoder(GLUE_BACKBONE)
-    return encoded_task(name, read_glue(name, root), encoder, classes, environment=name, dropout=dropout, metric=metric)

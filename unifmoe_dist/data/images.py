@@ -32,13 +32,9 @@ _lenient = threading.Lock()
 
 
 class ImageDataset(Dataset):
-    """Some rows of an environment; items are `(transform(image), label)`.
+    """Rows (N,) of an environment; items are `(transform(image), label)`.
 
-    Args:
-        folder: The environment.
-        rows: (N,) indices into it.
-        transform: PIL image -> what the item holds; None leaves the decoded image, for augmentation to turn into a
-            tensor.
+    Without a transform they hold the decoded PIL image, for augmentation to turn into a tensor.
     """
 
     def __init__(

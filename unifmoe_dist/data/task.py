@@ -162,11 +162,7 @@ def split_seed(config: TrainConfig) -> int:
 def find_environment(held_out: str | int, title: str, names: Sequence[str], others: Sequence[str] = ()) -> int:
     """Index of an environment given by name or index; case and punctuation do not matter.
 
-    Args:
-        held_out: What was given.
-        title: Of the data set.
-        names: Of its environments.
-        others: Further names of the same environments.
+    `title` names the data set, and `others` are further names of the same environments.
 
     Raises:
         UserError: there is no such environment.

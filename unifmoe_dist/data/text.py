@@ -90,12 +90,7 @@ def tokenise(tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, 
 
 
 def longest_input(config: Any, tokenizer: Any, source: object) -> int:
-    """Tokens of an input at most: 128, or fewer if the model has fewer positions.
-
-    Args:
-        config: The model's (Transformers).
-        tokenizer: Its tokenizer.
-        source: Where they come from, for the message.
+    """Tokens of an input at most: 128, or fewer if the model (of Transformers) has fewer positions.
 
     Raises:
         UserError: too few for a sentence.

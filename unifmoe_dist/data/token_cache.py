@@ -50,13 +50,7 @@ def fingerprint(tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | Non
 
 
 def remembered(name: str | None, texts: int, make: Callable[[], Tokens]) -> Tokens:
-    """The tokens of that name from disk, or made and kept there.
-
-    Args:
-        name: From `fingerprint`; None keeps nothing.
-        texts: Number of texts N.
-        make: Tokenises.
-    """
+    """The tokens of that name, from `fingerprint`, from disk, or made and kept there; None keeps nothing."""
     if name is None or texts < FEWEST:
         return make()
     try:

@@ -28,14 +28,7 @@ _CHUNK = 64  # images per message to a worker
 
 
 def write_manifest(dataset: Path, name: str, archives: list[dict[str, Any]], folders: list[ImageFolder]) -> None:
-    """Write the manifest.
-
-    Args:
-        dataset: The data set's folder.
-        name: The benchmark's name.
-        archives: File name, bytes and sha256 of what was unpacked.
-        folders: What came out.
-    """
+    """Write into a data set's folder what it was made of, with bytes and sha256, and the folders that came out."""
     environments = {
         folder.environment.folder: {"images": len(folder), "sha256": _digest(folder), "classes": _count_classes(folder)}
         for folder in folders
@@ -140,11 +133,8 @@ class Report:
 def verify(benchmark: Benchmark, root: Path | None, workers: int = 0, progress: bool = True) -> Report:
     """Check a data set; reads every file.
 
-    Args:
-        benchmark: What it should be.
-        root: Its folder or the one above; None looks where training does.
-        workers: Processes to decode in; 0 decodes here.
-        progress: Show a bar.
+    `root` is its folder or the one above; None looks where training does. Images are decoded in as many processes as
+    there are workers, here for 0.
 
     Raises:
         UserError: it is not in DomainBed's layout.

@@ -19,9 +19,7 @@ def percent(score: float) -> str:
 def result_sentence(summary: Mapping[str, Any], split: str = "test") -> str:
     """How a model did on a split, beside what it can be compared with, and what it executed.
 
-    Args:
-        summary: Of `summarise`, perhaps with the validation score and the baseline of a whole run.
-        split: "test" or "validation".
+    The summary is that of `summarise`, perhaps with the validation score and the baseline of a whole run.
     """
     method, algorithm = method_of(summary["moe"]), ALGORITHMS[summary["algorithm"]]
     name = method.title if algorithm.plain else algorithm.title

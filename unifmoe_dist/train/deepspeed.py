@@ -56,14 +56,8 @@ def start(
 ) -> Any:
     """DeepSpeed's engine around a training algorithm whose experts are marked; collective.
 
-    Args:
-        config: The run's configuration.
-        model: The algorithm.
-        ranks: This process's place in the job.
-        optimizer: Over the algorithm's parameters.
-        schedule: From the optimiser to its learning-rate schedule.
-        environments: Multiplies the batch, which is given per environment.
-        folder: The run's folder, for TensorBoard's events; None writes none.
+    `schedule` makes the learning-rate schedule of an optimiser, `environments` multiplies the batch, which is given per
+    environment, and `folder` gets TensorBoard's events; None writes none.
     """
     library = _library()
     with compiling.announced(compiling.SHARED_MEMORY), redirect_stdout(sys.stderr):  # a command's output is its own

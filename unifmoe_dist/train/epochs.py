@@ -31,13 +31,8 @@ def in_steps(config: TrainConfig, task: TaskData) -> TrainConfig:
 def check_epochs(config: TrainConfig, epoch_steps: int, progress: dict[str, Any]) -> None:
     """Refuse to resume a run, counted in epochs, whose epochs were of another length or are behind it.
 
-    Args:
-        config: The configuration in steps.
-        epoch_steps: Steps per epoch now.
-        progress: What the checkpoint says.
-
     Raises:
-        UserError: naming both numbers.
+        UserError: naming both numbers, of `epoch_steps` now and of those in the checkpoint's `progress`.
     """
     if config.epochs is None:
         return

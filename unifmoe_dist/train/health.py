@@ -32,10 +32,7 @@ class Verdict:
 class StepCheck:
     """Collects what one step shows and agrees on it with the other ranks.
 
-    Args:
-        engine: The DeepSpeed engine.
-        ranks: This process's place in the job.
-        scaled: Gradients are scaled (fp16): their overflow is the loss scaler's business, only losses are checked.
+    Of `scaled` gradients (fp16) overflow is the loss scaler's business: only losses are checked.
     """
 
     def __init__(self, engine: Any, ranks: Ranks, scaled: bool) -> None:
@@ -80,12 +77,7 @@ def locate(
 ) -> tuple[str, bool]:
     """Run a step again without an update, and say where on which rank it first stops being finite; collective.
 
-    Args:
-        model: The training algorithm, not the engine: gradients are computed aside and reach no optimiser.
-        micro_batches: This rank's batches of the step.
-        loss_of: From a batch to the loss, running the model.
-        ranks: This process's place in the job.
-        inputs_of: From a batch to the model's inputs.
+    The model is the training algorithm, not the engine: gradients are computed aside and reach no optimiser.
 
     Returns:
         A phrase such as "rank 1: blocks.3.mlp gave values that are not finite", and whether weights are affected.

@@ -13,11 +13,9 @@ from unifmoe_dist.train.trainer import Trainer
 
 
 def train(config: TrainConfig, patience: float) -> tuple[Path, dict[str, Any]] | None:
-    """Join the job, hold the run's folder and train.
+    """Validate the options, join the job, hold the run's folder and train.
 
-    Args:
-        config: Its options, not validated yet.
-        patience: Seconds to wait for another job to leave the folder.
+    `patience` is for how many seconds to wait for another job to leave the folder.
 
     Returns:
         On rank 0 the run's folder and its summary; None on the others, and after a stop signal.

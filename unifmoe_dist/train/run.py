@@ -92,13 +92,9 @@ def only_writer(run: Path, ranks: Ranks, patience: float) -> Iterator[bool]:
 
     Yields whether another job had it first. File systems that know no locks are trusted.
 
-    Args:
-        run: The folder.
-        ranks: This process's place in the job.
-        patience: Seconds to wait for another job to leave: ranks that a cut cable has left behind last a while.
-
     Raises:
-        UserError: another job still has it then.
+        UserError: another job still has it after `patience` seconds: ranks that a cut cable has left behind last a
+            while.
     """
     waited, reason = False, ""
     with _lock_file(run) if ranks.rank == 0 else nullcontext() as lock:

@@ -48,13 +48,7 @@ class StepResult:
 class TrainingStep:
     """A training algorithm on an engine of its own, and the step that trains it.
 
-    Args:
-        config: The run's configuration, in steps.
-        algorithm: What is trained, with this rank's experts.
-        ranks: This process's place in the job.
-        environments: Training environments of the task.
-        epoch_steps: Steps in one pass over the data.
-        folder: The run's folder, for TensorBoard's events; None writes none.
+    The configuration is in steps, of which one pass over the data has `epoch_steps`; `folder` gets TensorBoard's events.
     """
 
     def __init__(

@@ -192,16 +192,11 @@ def _skeleton(shape: dict[str, Any]) -> nn.Module:
             model = build_backbone(shape["architecture"], shape["num_classes"], size, "none", dropout=dropout)
         else:
             model = timm.create_model(shape["architecture"], num_classes=shape["num_classes"])
-        model = _with_layers(model, shape["moe"])
+        if moe := shape["moe"]:
+            former = moe.get("options", {})  # of earlier versions, for methods other than UniF-MoE
+            model = upcycle(model, moe["layers"], **saved_arguments({**moe, **former}))
         ratio = shape.get("channel_ratio")  # of a selective head
         return model if ratio is None else add_selective_head(model, ratio)
-
-
-def _with_layers(model: nn.Module, moe: dict[str, Any] | None) -> nn.Module:
-    if moe is None:
-        return model
-    former = moe.get("options", {})  # of earlier versions, for methods other than UniF-MoE
-    return upcycle(model, moe["layers"], **saved_arguments({**moe, **former}))
 
 
 def _transformers_class(config: dict[str, Any]) -> Any:

@@ -48,7 +48,8 @@ class StepResult:
 class TrainingStep:
     """A training algorithm on an engine of its own, and the step that trains it.
 
-    The configuration is in steps, of which one pass over the data has `epoch_steps`; `folder` gets TensorBoard's events.
+    The configuration is in steps, of which one pass over the data has `epoch_steps`. `folder` gets TensorBoard's
+    events; None writes none.
     """
 
     def __init__(

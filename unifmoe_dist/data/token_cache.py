@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +28,8 @@ FEWEST = 50_000
 
 Tokens = dict[str, np.ndarray]
 """`ids` (T,) int32 and `types` (T,) uint8 of all texts in a row, and `lengths` (N,) int32 of each."""
+
+_making = threading.Lock()  # between threads, which a file's lock does not tell apart
 
 
 def folder() -> Path:
@@ -59,7 +62,7 @@ def remembered(name: str | None, texts: int, make: Callable[[], Tokens]) -> Toke
         return make()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_suffix(".lock").open("a") as handle:
+        with _making, path.with_suffix(".lock").open("a") as handle:
             lock(handle)
             if (found := _read(path, texts)) is not None:
                 return found

@@ -6,7 +6,7 @@ rebuild the layers of a saved model. A model family is one entry in `ADAPTERS`.
 
 from unifmoe_dist.upcycling.convert import moe_layers
 from unifmoe_dist.upcycling.families import ADAPTERS, Adapter, DenseFFN
-from unifmoe_dist.upcycling.rebuild import enable_from_pretrained
+from unifmoe_dist.upcycling.saving import enable_from_pretrained
 from unifmoe_dist.upcycling.upcycle import diversity_loss, upcycle
 
 __all__ = ["ADAPTERS", "Adapter", "DenseFFN", "diversity_loss", "enable_from_pretrained", "moe_layers", "upcycle"]

@@ -15,7 +15,7 @@ from unifmoe_dist.methods.registry import UNIF
 from unifmoe_dist.upcycling.config_entry import note
 from unifmoe_dist.upcycling.convert import convert, layer_maker, moe_layers
 from unifmoe_dist.upcycling.layers import noted
-from unifmoe_dist.upcycling.rebuild import enable_from_pretrained
+from unifmoe_dist.upcycling.saving import enable_from_pretrained
 
 Model = TypeVar("Model", bound=nn.Module)
 

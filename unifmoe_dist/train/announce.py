@@ -24,53 +24,41 @@ def first_lines(
     if step >= config.steps:
         return [f"{folder} is complete at step {step}; it is tested again"]
     begun = f"goes on from step {step} of {config.steps}" if step else f"starts, {config.steps} steps"
-    lines = _where(config, ranks), _what(config, ranks, model), _data(config, task), _batch(config, ranks, task)
-    return [f"{folder} {begun}", *(f"  {line}" for line in lines)]
-
-
-def _where(config: TrainConfig, ranks: Ranks) -> str:
     if ranks.device.type == "cuda":
         device = torch.cuda.get_device_name(ranks.device)
     else:
         device = f"CPU, {_counted(torch.get_num_threads(), 'thread')} per rank"
-    parallel = config.parallel
-    size = config.expert_parallel_size(ranks.world_size)
-    return (
-        f"{_counted(ranks.world_size, 'rank')} on {device}; expert-parallel size {size}, ZeRO {parallel.zero_stage}, "
-        f"{parallel.precision}"
-    )
+    parallel, size = config.parallel, config.expert_parallel_size(ranks.world_size)
+    held, several = find_task(config.data.task).held_out(config), len(task.train) > 1
+    batch = config.data.batch_size * len(task.train)
+    at_once = batch // ranks.world_size // parallel.gradient_accumulation
+    return [
+        f"{folder} {begun}",
+        f"  {_counted(ranks.world_size, 'rank')} on {device}; expert-parallel size {size}, ZeRO {parallel.zero_stage}, "
+        f"{parallel.precision}",
+        f"  model: {_kind(config)}; {_parameters(model, size)}",
+        f"  data: {task.name}{f', {held} held out' if held else ''}; {_items(task.train)} items"
+        f"{f' of {len(task.train)} environments' if several else ''} to train, {_items(task.validation)} to validate, "
+        f"{_items(task.test)} to test",
+        f"  batch: {batch:,} items a step{f' ({config.data.batch_size} of each environment)' if several else ''}, "
+        f"{at_once:,} at a time on each rank",
+    ]
 
 
-def _what(config: TrainConfig, ranks: Ranks, model: nn.Module) -> str:
-    own = whole = 0
-    size = config.expert_parallel_size(ranks.world_size)
-    for parameter in model.parameters():
-        own += parameter.numel()
-        whole += parameter.numel() * (size if deepspeed.is_sharded(parameter) else 1)
-    here = f" ({own:,} on each rank)" if own != whole else ""
+def _kind(config: TrainConfig) -> str:
     chosen = config.model
     if not method_of(chosen.moe).layer:
-        kind = "dense model"
-    else:
-        layers = ", ".join(map(str, chosen.layers))
-        kind = f"{chosen.moe} in layer{'s' * (len(chosen.layers) > 1)} {layers} with {chosen.num_experts} experts each"
-    return f"model: {kind}; {whole:,} parameters{here}"
+        return "dense model"
+    layers = f"layer{'s' * (len(chosen.layers) > 1)} {', '.join(map(str, chosen.layers))}"
+    return f"{chosen.moe} in {layers} with {chosen.num_experts} experts each"
 
 
-def _data(config: TrainConfig, task: TaskData) -> str:
-    held = find_task(config.data.task).held_out(config)
-    environments = f" of {_counted(len(task.train), 'environment')}" if len(task.train) > 1 else ""
-    return (
-        f"data: {task.name}{f', {held} held out' if held else ''}; {_items(task.train)} items{environments} to train, "
-        f"{_items(task.validation)} to validate, {_items(task.test)} to test"
-    )
-
-
-def _batch(config: TrainConfig, ranks: Ranks, task: TaskData) -> str:
-    batch = config.data.batch_size * len(task.train)
-    each = f" ({config.data.batch_size} of each environment)" if len(task.train) > 1 else ""
-    at_once = batch // ranks.world_size // config.parallel.gradient_accumulation
-    return f"batch: {batch:,} items a step{each}, {at_once:,} at a time on each rank"
+def _parameters(model: nn.Module, expert_parallel_size: int) -> str:
+    own = whole = 0
+    for parameter in model.parameters():
+        own += parameter.numel()
+        whole += parameter.numel() * (expert_parallel_size if deepspeed.is_sharded(parameter) else 1)
+    return f"{whole:,} parameters" + (f" ({own:,} on each rank)" if own != whole else "")
 
 
 def _items(datasets: Sequence[Any]) -> str:

@@ -298,7 +298,8 @@ def load(
     parts = {"": model} if extra is None else {"": model, f"{EXTRA}.": extra}
     for start, part in parts.items():
         load_weights(folder, part, start)
-        _keep_on_first_rank(part, ranks)
+        for name in _rank_sums(part) if ranks.rank else ():  # the first rank keeps the sums
+            part.get_buffer(name).zero_()
     progress = load_progress(folder)
     tensors = _Tensors(folder, optimizer=True)
     kinds = sorted({key.rsplit("/", 1)[1] for key in tensors.files})
@@ -329,14 +330,6 @@ def load(
                 f"or write another one's name into {folder.parent / 'latest'}."
             ) from error
     return progress
-
-
-@torch.no_grad()
-def _keep_on_first_rank(model: nn.Module, ranks: Ranks) -> None:
-    """Clear `_rank_sums` on all ranks but the first, after the sums were loaded on every rank."""
-    if ranks.rank != 0:
-        for name in _rank_sums(model):
-            model.get_buffer(name).zero_()
 
 
 def _rank_sums(model: nn.Module) -> list[str]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.encoders import Encoder, untrained_bert
-from unifmoe_dist.data.language import Examples, LanguageTask, encoded_task
+from unifmoe_dist.data.language import Examples, LanguageTask
 from unifmoe_dist.data.sentences import corrupt, real_label, real_sentences
 from unifmoe_dist.data.task import TaskData, split_seed
 from unifmoe_dist.errors import UserError
@@ -29,6 +29,7 @@ class Acceptability(LanguageTask):
 
     title = "Acceptability"
     num_classes = 2
+    environment = "english"
     ignored = ("data.root", "model.backbone", "model.dropout", "model.drop_path", "data.image_size")
     class_names = ("with a fault", "as it was written")
     backbone_sizes = 22.7e6, 384, 1536
@@ -49,7 +50,7 @@ class Acceptability(LanguageTask):
 
 
 def acceptability_task(split_seed: int = 0, model_path: str | Path | None = None) -> TaskData:
-    """The task with a 70/15/15 split by sentence; the rest is as `encoded_task` has it.
+    """The task with a 70/15/15 split by sentence; the rest is as `LanguageTask.encoded` has it.
 
     Args:
         split_seed: decides the split. Labels and faults do not depend on it.
@@ -66,7 +67,7 @@ def acceptability_task(split_seed: int = 0, model_path: str | Path | None = None
     second = first + int(VALIDATION_SHARE * len(order))
     rows = order[:first], order[first:second], order[second:]
     parts = [Examples([(texts[i],) for i in part], [labels[i] for i in part]) for part in rows]
-    return encoded_task("acceptability", parts, encoder, 2, environment="english")
+    return Acceptability("acceptability").encoded(parts, encoder)
 
 
 @lru_cache(maxsize=1)

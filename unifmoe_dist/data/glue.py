@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.glue_files import FORMATS, read_glue
-from unifmoe_dist.data.language import LanguageTask, encoded_task
+from unifmoe_dist.data.language import LanguageTask
 from unifmoe_dist.data.metrics import ACCURACY, ACCURACY_AND_F1, MATTHEWS, Metric
 from unifmoe_dist.data.task import TaskData
 
@@ -65,7 +65,7 @@ class Glue(LanguageTask):
         super().__init__(name)
         facts, stored = FACTS[name], FORMATS[name]
         self.title, self.num_classes = stored.folder, len(stored.classes)
-        self.class_names = facts.class_names or stored.classes
+        self.class_names, self.metric = facts.class_names or stored.classes, facts.metric
         self.base_config, self.disk_gb = f"glue/{name}.yaml", facts.disk_gb
         # As the authors' GLUE scripts have it (github.com/LINs-lab/DynMoE, github.com/psmiz/MASS).
         most = {"model.num_experts": 8, "model.max_experts": facts.most_experts}
@@ -73,15 +73,7 @@ class Glue(LanguageTask):
         self.method_options = {"dynmoe": {**most, "model.adapt_every": "epoch"}, "mass": mass}
 
     def read(self, config: TrainConfig) -> TaskData:
-        return encoded_task(
-            self.name,
-            read_glue(self.name, config.data.root),
-            self.encoder(config),
-            self.num_classes,
-            environment=self.name,
-            dropout=config.model.dropout,
-            metric=FACTS[self.name].metric,
-        )
+        return self.encoded(read_glue(self.name, config.data.root), self.encoder(config), config.model.dropout)
 
     def encoder(self, config: TrainConfig) -> Encoder:
         from unifmoe_dist.data.encoders import GLUE_BACKBONE, Encoder

@@ -26,9 +26,16 @@ class Examples:
 
 
 class LanguageTask(Task):
-    """A task of texts; a subclass says where its encoder comes from."""
+    """A task of texts; a subclass says where its encoder comes from.
+
+    Attributes:
+        environment: Name of the one training environment; by default the task's.
+        metric: As of `TaskData`.
+    """
 
     language = True
+    environment = ""
+    metric: Metric = ACCURACY
 
     def encoder(self, config: TrainConfig) -> Encoder:
         """Where backbone and tokenizer come from.
@@ -51,54 +58,40 @@ class LanguageTask(Task):
     def tokenizer(self, config: TrainConfig) -> Any:
         return self.encoder(config).tokenizer()
 
+    def encoded(self, parts: Sequence[Examples], encoder: Encoder, dropout: float | None = None) -> TaskData:
+        """Texts, tokenised to at most 128 tokens, or fewer if the model takes fewer, and padded batch by batch.
 
-def encoded_task(
-    name: str,
-    parts: Sequence[Examples],
-    encoder: Encoder,
-    num_classes: int,
-    *,
-    environment: str,
-    dropout: float | None = None,
-    metric: Metric = ACCURACY,
-) -> TaskData:
-    """Texts, tokenised to at most 128 tokens, or fewer if the model takes fewer, and padded batch by batch.
+        Args:
+            parts: To train on, to validate on and to test on; without the last, what validates tests too.
+            encoder: Backbone and tokenizer.
+            dropout: Dropout of the backbone's embeddings and outputs; None keeps the model's own.
 
-    Args:
-        name: As of `TaskData`.
-        parts: To train on, to validate on and to test on; without the last, what validates tests too.
-        encoder: Backbone and tokenizer.
-        num_classes: Width of the logits.
-        environment: Name of the one training environment.
-        dropout: Dropout of the backbone's embeddings and outputs; None keeps the model's own.
-        metric: As of `TaskData`.
+        Returns:
+            `collate` gives `input_ids`, `attention_mask` and, where the tokenizer uses them, `token_type_ids`, each
+            `(N, T) int64`; the model returns an object with `.logits (N, classes)`.
 
-    Returns:
-        `collate` gives `input_ids`, `attention_mask` and, where the tokenizer uses them, `token_type_ids`, each
-        `(N, T) int64`; the model returns an object with `.logits (N, classes)`.
+        Raises:
+            UserError: config, tokenizer or (from `build_model`) weights are missing, unreadable or do not fit.
+        """
+        from unifmoe_dist.data.text import EncodedTexts, PadCollator, check_tokens, longest_input
 
-    Raises:
-        UserError: config, tokenizer or (from `build_model`) weights are missing, unreadable or do not fit.
-    """
-    from unifmoe_dist.data.text import EncodedTexts, PadCollator, check_tokens, longest_input
+        tokenizer, config = encoder.tokenizer(), encoder.config()
+        longest = longest_input(config, tokenizer, encoder.source)
 
-    tokenizer, config = encoder.tokenizer(), encoder.config()
-    longest = longest_input(config, tokenizer, encoder.source)
+        def tokenised(part: Examples) -> EncodedTexts:
+            first, *second = zip(*part.texts, strict=True)
+            return EncodedTexts(first, part.labels, tokenizer, second[0] if second else None, longest)
 
-    def encoded(part: Examples) -> EncodedTexts:
-        first, *second = zip(*part.texts, strict=True)
-        return EncodedTexts(first, part.labels, tokenizer, second[0] if second else None, longest)
-
-    train, validation, *test = (encoded(part) for part in parts)
-    check_tokens(config, [train, validation, *test], encoder.source)
-    return TaskData(
-        name=name,
-        num_classes=num_classes,
-        train=[train],
-        validation=[validation],
-        test=[*(test or [validation])],
-        environments=(environment,),
-        collate=PadCollator(int(tokenizer.pad_token_id), "token_type_ids" in tokenizer.model_input_names),
-        build_model=partial(encoder.classifier, num_classes, dropout),
-        metric=metric,
-    )
+        train, validation, *test = map(tokenised, parts)
+        check_tokens(config, [train, validation, *test], encoder.source)
+        return TaskData(
+            name=self.name,
+            num_classes=self.num_classes,
+            train=[train],
+            validation=[validation],
+            test=[*(test or [validation])],
+            environments=(self.environment or self.name,),
+            collate=PadCollator(int(tokenizer.pad_token_id), "token_type_ids" in tokenizer.model_input_names),
+            build_model=partial(encoder.classifier, self.num_classes, dropout),
+            metric=self.metric,
+        )

@@ -131,16 +131,12 @@ def running_ranks(
         raise _not_joined(error, timeout_s) from error
     note_joined()
     place = Ranks(dist.get_rank(), dist.get_world_size(), device)
-    try:
-        if expert_parallel_size > 1:
-            place = _with_experts(place, expert_parallel_size, placement, timeout)
-        with failure.watched(place, host_timeout_s):
-            yield place
-            place.barrier()
-    except BaseException:
-        raise  # a failing rank must not wait for the others: the caller exits at once
-    else:
-        dist.destroy_process_group()
+    if expert_parallel_size > 1:
+        place = _with_experts(place, expert_parallel_size, placement, timeout)
+    with failure.watched(place, host_timeout_s):
+        yield place
+        place.barrier()
+    dist.destroy_process_group()  # but a rank that fails must not wait for the others: its caller exits at once
 
 
 def _with_experts(place: Ranks, size: int, placement: str, timeout: timedelta) -> Ranks:

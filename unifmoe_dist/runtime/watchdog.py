@@ -16,6 +16,7 @@ import selectors
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -98,10 +99,8 @@ class Watchdog:
         self._pass_on({"bye": self.rank})
         with self._lock:
             for end in (*self._links, *([self._listener] if self._listener else [])):
-                try:
+                with suppress(OSError):  # closed by the other side
                     end.shutdown(socket.SHUT_RDWR)  # wakes the listening thread, which closes all
-                except OSError:
-                    pass  # closed by the other side
 
     def _open(self, world_size: int) -> tuple[str, int, str, str] | None:
         """Start to listen; returns where, the word that shows who belongs to the job, and this host's name."""
@@ -163,7 +162,7 @@ class Watchdog:
             self._hear(Notice(link.rank, 1, "silent" if silent else "lost", link.host))
 
     def _understand(self, link: _Link, line: bytes) -> None:
-        try:
+        with suppress(ValueError, KeyError, TypeError, AttributeError):  # not one of us
             message = json.loads(line)
             if not link.trusted:
                 link.rank = int(message["rank"]) if message.get("token") == self._token else -1
@@ -172,8 +171,6 @@ class Watchdog:
                 link.bye = True
             else:
                 self._hear(Notice(**message))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            pass  # not one of us
 
     def _hear(self, notice: Notice) -> None:
         if self._told.is_set():
@@ -188,10 +185,8 @@ class Watchdog:
         with self._lock:
             for end, link in self._links.items():
                 if link.trusted:
-                    try:
+                    with suppress(OSError):  # it is gone itself
                         _send(end, message)
-                    except OSError:
-                        pass  # it is gone itself
 
 
 @dataclass

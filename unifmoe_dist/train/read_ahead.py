@@ -95,17 +95,13 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _prepare(rank: int, told: Any, worker: int) -> None:
-    from unifmoe_dist.data import images
-
-    images.know(told)
-    _outlive_signals(rank)
-
-
-def _outlive_signals(rank: int) -> None:
-    """Let a stop signal to the whole job pass, so that its ranks can finish their step.
+    """In a worker: let a stop signal to the whole job pass, so that its ranks can finish their step.
 
     Only the process `rank` may end this worker, as it does when it leaves; should it die, the worker notices too.
     """
+    from unifmoe_dist.data import images
+
+    images.know(told)
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

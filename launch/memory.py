@@ -29,13 +29,12 @@ def main(arguments: Sequence[str]) -> None:
     if options.ranks is not None and not words:
         raise UserError("--ranks is for a configuration that is given; the settings without one have their own.")
     given = [("as given", parse_train_config(words), options.ranks or 1)] if words else []
-    from unifmoe_dist.studies.memory.cases import cases
-    from unifmoe_dist.studies.memory.measure import check
+    from unifmoe_dist.studies.memory.measured_peak import check, settings
 
     print("| setting | ranks | estimated (MiB) | measured (MiB) | ratio |")
     print("| --- | ---: | ---: | ---: | ---: |", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        for name, config, ranks in given or cases(Path(folder)):
+        for name, config, ranks in given or settings(Path(folder)):
             config.validate(ranks)
             found = check(config, ranks, options.threads)
             sizes = f"{found.estimated / 2**20:.1f} | {found.measured / 2**20:.1f} | {found.ratio:.3f}"

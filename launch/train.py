@@ -15,7 +15,7 @@ def main(arguments: Sequence[str]) -> None:
     planning, words = plan_options(arguments)
     config = parse_train_config(words, prog=program("train.py"))
     if planning.estimate:
-        from unifmoe_dist.studies.memory.command import plan
+        from unifmoe_dist.studies.memory.budget import plan
 
         plan(config, planning)
         return

@@ -32,7 +32,7 @@ def train(rank, world, folder):
     """Two steps on the task, and what else a run asks of it."""
     add_stripes(folder)
     from unifmoe_dist.runtime.ranks import running_ranks
-    from unifmoe_dist.studies.memory.models import task_of_sizes
+    from unifmoe_dist.studies.memory.fake_step import task_of_sizes
     from unifmoe_dist.train.cli import parse_train_config, train_parser
     from unifmoe_dist.train.own_model import own_model, own_task
     from unifmoe_dist.train.trainer import Trainer

@@ -14,7 +14,7 @@ import unifmoe_dist
 from launch import analyze
 from tests.support.jobs import run_job
 from unifmoe_dist.config import TrainConfig
-from unifmoe_dist.studies.memory.command import plan_options
+from unifmoe_dist.studies.estimate_options import plan_options
 from unifmoe_dist.train.cli import parse_train_config
 from unifmoe_dist.train.option_list import options
 

@@ -20,10 +20,9 @@ from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.studies import memory
 from unifmoe_dist.studies.memory.engine import Group
-from unifmoe_dist.studies.memory.estimate import KINDS
-from unifmoe_dist.studies.memory.measure import check
-from unifmoe_dist.studies.memory.models import fake_storage, sizes_of_algorithm, stand_in_for_experts, task_of_sizes
-from unifmoe_dist.studies.memory.stand_ins import ExpertsStandIn, Load
+from unifmoe_dist.studies.memory.fake_step import KINDS, fake_storage, sizes_of_algorithm, task_of_sizes
+from unifmoe_dist.studies.memory.measured_peak import check
+from unifmoe_dist.studies.memory.stand_ins import Load, standing_in
 from unifmoe_dist.studies.meters import Ledger, LiveBytes
 from unifmoe_dist.train import build, deepspeed
 from unifmoe_dist.train.cli import parse_train_config
@@ -83,7 +82,8 @@ def test_the_stand_in_takes_the_memory_of_the_cpu_kernels(dtype, rate):
     load = Load(routing.shared_block_count.float().mean().item(), routing.expert_count.float().mean().item())
     layer(x)  # the statistics' own tensor stays
     real = kept_and_peak(layer, x)
-    stood = kept_and_peak(ExpertsStandIn(layer, load, gpu=False, ranks=1), x)
+    with standing_in(layer, load, gpu=False, ranks=1):
+        stood = kept_and_peak(layer, x)
     assert stood == pytest.approx(real, rel=0.05)
 
 
@@ -92,37 +92,45 @@ import tests.support.triton  # quickens the interpreter
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer
-from unifmoe_dist.studies.memory.stand_ins import ExpertsStandIn, FusedSizes, Load
+from unifmoe_dist.studies.memory.gpu_path import kernels_without_launches
+from unifmoe_dist.studies.memory.stand_ins import Load, standing_in
 from unifmoe_dist.kernels import use_kernels
 from unifmoe_dist.kernels.triton import ffn
 
 taken = []
 
-class Rounds(ffn.Rounds):
-    def __init__(self, like, plan, shape, *rest, **options):
-        super().__init__(like, plan, shape, *rest, **options)
-        planned = sum(t.numel() for t in vars(plan).values() if torch.is_tensor(t))
-        groups, several = shape.experts * shape.blocks, self.total.numel() > 1
-        taken.append(FusedSizes(planned, len(self.rows), self.tiles, shape.width, groups, several))
+def recorded(rounds):
+    class Rounds(rounds):
+        def __init__(self, like, plan, shape, *rest, **options):
+            super().__init__(like, plan, shape, *rest, **options)
+            planned = sum(t.numel() for t in vars(plan).values() if torch.is_tensor(t))
+            groups, several = shape.experts * shape.blocks, self.total.numel() > 1
+            taken.append((planned, len(self.rows), self.tiles, shape.width, groups, several))
+    return Rounds
 
 def saved(module, x):
     sizes = []
     with saved_tensors_hooks(lambda t: (sizes.append((t.numel(), t.dtype)), t)[1], lambda t: t):
         y = module(x)
     y.sum().backward()
-    return sizes
+    buffers = taken[:]
+    taken.clear()
+    assert len(buffers) == 2
+    return sizes, buffers
 
-ffn.Rounds = Rounds
+copy = kernels_without_launches()["unifmoe_dist.kernels.triton.ffn"]
+assert copy is not ffn
+ffn.Rounds, copy.Rounds = recorded(ffn.Rounds), recorded(copy.Rounds)
 for blocks in (2, 4):  # those of 256 channels are cut in two
     layer = UniFMoELayer(UniFMoEConfig(32, 512, num_experts=2, num_blocks=blocks))
     x = torch.randn(40, 32, requires_grad=True)
     with use_kernels("triton"):
         real = saved(layer, x)
-    assert saved(ExpertsStandIn(layer, Load(0, 0), gpu=True, ranks=1), x) == real
-    for backward in (False, True):
-        sizes = FusedSizes.of(40, 32, 512 // blocks, blocks, 3, shared=True, item=4, backward=backward)
-        assert sizes == taken[backward], (sizes, taken[backward])
-    taken.clear()
+    with standing_in(layer, Load(0, 0), gpu=True, ranks=1):
+        stood = saved(layer, x)
+    assert stood == real, (stood, real)
+from unifmoe_dist.kernels.triton import routing
+assert routing.triton_route is not kernels_without_launches()[routing.__name__].triton_route
 """
 
 
@@ -313,11 +321,9 @@ def test_known_encoders_need_no_network(monkeypatch):
     assert model.config.vocab_size == 28996
 
 
-def test_stand_ins_are_put_in_place():
+def test_every_layer_is_taken_to_start_evenly():
     config = config_of()
     with torch.device("meta"):
-        model = build.build_model(config, task_of_sizes(config))
-    stand_in_for_experts(model, True, None, 1)
-    stood = [module for module in model.modules() if isinstance(module, ExpertsStandIn)]
-    assert len(stood) == len(config.model.layers)
-    assert stood[0].load == Load(4.0, 3.0)  # B / 2 and K / 2
+        layers = moe_layers(build.build_model(config, task_of_sizes(config)))
+    assert len(layers) == len(config.model.layers)
+    assert all(Load.at_start(layer) == Load(4.0, 3.0) for layer in layers.values())  # B / 2 and K / 2

@@ -87,9 +87,7 @@ class _Chunk:
 def _chunks(active_NE: Tensor, blocks_NB: Tensor) -> Iterator[_Chunk]:
     """All selected rows in chunks; on a GPU one group at a time, so that sums over groups have a fixed order."""
     limit = CHUNK_ROWS if active_NE.device.type == "cpu" else 0
-    selected_GN = (active_NE.T[:, None, :] & blocks_NB.T[None, :, :]).flatten(0, 1)
-    sizes = selected_GN.sum(-1).tolist()
-    owner, tokens = selected_GN.nonzero().T.contiguous()
+    sizes, owner, tokens = _rows(active_NE, blocks_NB)
     pairs = tokens * active_NE.shape[1] + owner // blocks_NB.shape[1]
     first, row = 0, 0
     while first < len(sizes):
@@ -102,6 +100,13 @@ def _chunks(active_NE: Tensor, blocks_NB: Tensor) -> Iterator[_Chunk]:
             ends = torch.tensor(mine).cumsum(0, dtype=torch.int32)
             yield _Chunk(slice(first, last), tokens[rows], pairs[rows], owner[rows] - first, mine, ends)
         first, row = last, row + count
+
+
+def _rows(active_NE: Tensor, blocks_NB: Tensor) -> tuple[list[int], Tensor, Tensor]:
+    """The number of rows of each of the G groups, and (R,) group and token of every row."""
+    selected_GN = (active_NE.T[:, None, :] & blocks_NB.T[None, :, :]).flatten(0, 1)
+    owner, tokens = selected_GN.nonzero().T.contiguous()
+    return selected_GN.sum(-1).tolist(), owner, tokens
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:

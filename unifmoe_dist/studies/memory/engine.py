@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -67,20 +67,15 @@ class Group:
         return result
 
 
-@dataclass(frozen=True)
-class Optimizer:
-    """Memory of an optimiser, in numbers per number that it updates."""
+def _optimizer(config: OptimConfig, group: Group, foreach: bool, offloaded: bool) -> tuple[int, int]:
+    """What an optimiser keeps between steps, and makes on the way of one at a time, in numbers per number updated.
 
-    states: int  # kept between steps
-    made: int  # made on the way of a step, at most at one time
-
-    @staticmethod
-    def of(config: OptimConfig, group: Group, foreach: bool, offloaded: bool) -> Optimizer:
-        """torch's optimisers (`_single_tensor_*` on the CPU, `_multi_tensor_*` on a GPU), or DeepSpeedCPUAdam."""
-        coupled = group.decayed and config.weight_decay > 0 and config.name != "adamw"  # a new gradient is made
-        if config.name == "sgd":
-            return Optimizer(int(config.momentum > 0), int(coupled))
-        return Optimizer(2, 0 if offloaded else (1 if foreach else 2) + int(coupled))
+    torch's optimisers (`_single_tensor_*` on the CPU, `_multi_tensor_*` on a GPU), or DeepSpeedCPUAdam.
+    """
+    coupled = group.decayed and config.weight_decay > 0 and config.name != "adamw"  # a new gradient is made
+    if config.name == "sgd":
+        return int(config.momentum > 0), int(coupled)
+    return 2, 0 if offloaded else (1 if foreach else 2) + int(coupled)
 
 
 class EngineMemory:
@@ -104,11 +99,10 @@ class EngineMemory:
         foreach: bool,
         bucket: int,
     ) -> None:
-        self.groups, self.live, self.host, self.foreach, self.bucket_size = groups, live, host, foreach, bucket
+        self.live, self.device, self.host, self.foreach, self.bucket_size = live, live.ledger, host, foreach, bucket
         self.stage, self.accumulation = config.parallel.zero_stage, config.parallel.gradient_accumulation
-        self.device = live.ledger
         self.item = groups[0].parameters[0].element_size()
-        self.optimizers = [Optimizer.of(config.optim, g, foreach, host is not None) for g in groups]
+        self.groups = [(group, *_optimizer(config.optim, group, foreach, host is not None)) for group in groups]
         self._bucket: list[nn.Parameter] = []
         self._open = False  # a bucket exists
         self._partition_bytes = 0  # of grads_in_partition in use
@@ -117,30 +111,25 @@ class EngineMemory:
         for parameter in self._owners:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
-    # -- what lasts ---------------------------------------------------------------------------------------------------
-
     def hold(self) -> None:
         """Weights, master weights and optimiser states, as they are from the second step on."""
         states = self.device if self.host is None else self.host
-        for group, optimizer in zip(self.groups, self.optimizers, strict=True):
+        for group, kept, _ in self.groups:
             if self.stage == 0:
                 self.device.add("weights", self.item * group.size)
-                self.device.add("optimiser states", 4 * optimizer.states * group.size)
+                self.device.add("optimiser states", 4 * kept * group.size)
                 continue
             self.device.add("weights", self.item * group.aligned)
             states.add("master weights", 4 * group.partition)
-            states.add("optimiser states", 4 * optimizer.states * group.partition)
+            states.add("optimiser states", 4 * kept * group.partition)
             if self.host is not None:
                 self.host.add("gradients", 4 * group.partition)
                 self.host.add("buffers", self.item * group.partition)  # param_buffer_of_bit16_for_cpu_offload_groups
         if self.host is not None:
-            largest = max(p.numel() for p in self._owners)
             for place in (self.device, self.host):  # temp_grad_buffer_for_{gpu,cpu}_offload
-                place.add("buffers", self.item * largest)
+                place.add("buffers", self.item * _largest(self._owners))
             if self.accumulation > 1:  # accumulated_grads_in_cpu
                 self.host.add("gradients", self.item * self._owned_elements(self._fullest_rank()))
-
-    # -- the backward pass --------------------------------------------------------------------------------------------
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         """Called when a gradient is ready."""
@@ -195,7 +184,7 @@ class EngineMemory:
                 self._partition_bytes = self.item * self._owned_elements(rank)
                 self.device.add("gradients", self._partition_bytes)
         elif self.item < 4:  # one parameter at a time on its way to the host
-            self.device.spike("buffers", 4 * max(p.numel() for p in self._bucket))
+            self.device.spike("buffers", 4 * _largest(self._bucket))
         for parameter in self._bucket:
             parameter.grad = None
         self._bucket = []
@@ -215,39 +204,34 @@ class EngineMemory:
     def _allreduce(self) -> None:
         for sharded in (False, True):
             elements = filled = 0
-            for group in self.groups:
+            for group, *_ in self.groups:
                 for parameter in group.parameters if group.sharded == sharded else ():
                     filled += parameter.numel()
                     elements = max(elements, filled)
                     filled = 0 if filled > ALLREDUCE_ELEMENTS else filled
             self.device.spike("buffers", self.item * elements)
 
-    # -- the update ---------------------------------------------------------------------------------------------------
-
     def update(self) -> None:
         """The optimiser's step, on the gradients that `reduce` left."""
-        if self.stage == 0:
-            for group, optimizer in zip(self.groups, self.optimizers, strict=True):
-                at_once = group.size if self.foreach else max(p.numel() for p in group.parameters)
-                self.device.spike("buffers", 4 * optimizer.made * at_once)
-            for parameter in self._owners:
-                parameter.grad = None
-            return
-        for group, optimizer in zip(self.groups, self.optimizers, strict=True):
+        for group, _, made in self.groups:
+            if self.stage == 0:
+                at_once = group.size if self.foreach else _largest(group.parameters)
+                self.device.spike("buffers", 4 * made * at_once)
+                continue
             if self.host is not None:
-                self.host.spike("buffers", 4 * optimizer.made * group.partition)
+                self.host.spike("buffers", 4 * made * group.partition)
                 continue
             self.device.add("buffers", self.item * group.partition)  # flat_grad_partition
             if self.item < 4:  # and its float32 copy
                 self.device.add("buffers", 4 * group.partition)
                 self.device.add("buffers", -self.item * group.partition)
-            if group is self.groups[-1]:  # all groups' gradients share one storage
+            if group is self.groups[-1][0]:  # all groups' gradients share one storage
                 self.device.add("gradients", -self._partition_bytes)
                 self._partition_bytes = 0
-            self.device.spike("buffers", 4 * optimizer.made * group.partition)
+            self.device.spike("buffers", 4 * made * group.partition)
             self.device.add("buffers", -4 * group.partition)
-
-    # -- partitions ---------------------------------------------------------------------------------------------------
+        for parameter in self._owners:
+            parameter.grad = None
 
     def _is_owned(self, parameter: nn.Parameter, rank: int) -> bool:
         group, touched, _ = self._owners[parameter]
@@ -258,4 +242,9 @@ class EngineMemory:
         return sum(p.numel() for p in self._owners if self._is_owned(p, rank))
 
     def _fullest_rank(self) -> int:
-        return max(range(max(group.replicas for group in self.groups)), key=self._owned_elements)
+        return max(range(max(group.replicas for group, *_ in self.groups)), key=self._owned_elements)
+
+
+def _largest(parameters: Iterable[nn.Parameter]) -> int:
+    """Elements of the largest."""
+    return max(p.numel() for p in parameters)

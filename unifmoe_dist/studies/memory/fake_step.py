@@ -2,33 +2,38 @@
 
 The step itself is run, forward and backward, on fake tensors: the real model, at the real batch size, in the real
 number format, with gradient checkpointing where it is on; every storage counts from its first tensor to its last. Two
-parts are stood for: layers of experts (`stand_ins.py`) and the engine (`engine.py`). So the peak is the peak of a
-timeline, and its parts are what was held at that moment.
+parts are stood for: what depends on values in layers of experts (`stand_ins.py`), and the engine (`engine.py`). So the
+peak is the peak of a timeline, and its parts are what was held at that moment.
 """
 
 from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unifmoe_dist.algorithms import Algorithm
 from unifmoe_dist.config import TrainConfig
-from unifmoe_dist.data.task import Batch
+from unifmoe_dist.data.registry import find_task
+from unifmoe_dist.data.task import Batch, TaskData
 from unifmoe_dist.studies.memory.engine import EngineMemory, Group
-from unifmoe_dist.studies.memory.models import fake_storage, sizes_of_algorithm, stand_in_for_experts, task_of_sizes
-from unifmoe_dist.studies.memory.operators import gpu_operators
-from unifmoe_dist.studies.memory.stand_ins import Load
+from unifmoe_dist.studies.memory.stand_ins import Load, standing_in
 from unifmoe_dist.studies.meters import Ledger, LiveBytes
 from unifmoe_dist.train import build, deepspeed
+from unifmoe_dist.upcycling import moe_layers
 
 KINDS = ("weights", "master weights", "optimiser states", "gradients", "activations", "buffers")
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_ITEMS = 1024  # of every environment; as many as a batch may need
+_VOCABULARY = 1000  # the smallest of the backbones have more
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class MemoryEstimate:
     @property
     def peak(self) -> int:
         """Bytes on the device."""
-        return sum(self.device.values())
+        return self.device.total()
 
 
 def estimate(config: TrainConfig, ranks: int = 1, gpu: bool = True, load: Load | None = None) -> MemoryEstimate:
@@ -72,7 +77,6 @@ def estimate(config: TrainConfig, ranks: int = 1, gpu: bool = True, load: Load |
     algorithm = sizes_of_algorithm(config, task, size)
     with FakeTensorMode():
         fake_storage(algorithm)
-        stand_in_for_experts(algorithm, gpu, load, size)
         groups = [
             Group(g["params"], moe := bool(g.get("moe")), ranks // size if moe else ranks, g["weight_decay"] > 0)
             for g in build.parameter_groups(algorithm, config.optim.weight_decay, decay=config.optim.decay)
@@ -86,10 +90,11 @@ def estimate(config: TrainConfig, ranks: int = 1, gpu: bool = True, load: Load |
         for tensor in tensors:
             live.ignore(tensor)
         micro_batches = min(2, parallel.gradient_accumulation)  # further ones repeat the second
-        for number in range(micro_batches):
-            with gpu_operators() if gpu else nullcontext(), live:
-                _forward_and_backward(algorithm, task.collate([*range(items)]))
-            engine.reduce(boundary=number == micro_batches - 1)
+        with standing_in(algorithm, load, gpu, size):
+            for number in range(micro_batches):
+                with live:
+                    _forward_and_backward(algorithm, task.collate([*range(items)]))
+                engine.reduce(boundary=number == micro_batches - 1)
         engine.update()
     parameters = sum(group.size for group in groups)
     return MemoryEstimate(config, ranks, device.peak, device.most, elsewhere.peak, parameters, items)
@@ -110,3 +115,68 @@ def variants(config: TrainConfig) -> Iterator[TrainConfig]:
         if stage or not offload:
             chosen = dict(zero_stage=stage, offload_optimizer=offload, gradient_checkpointing=checkpointing)
             yield replace(config, parallel=replace(config.parallel, **chosen))
+
+
+# -- the model without data, weights or memory ------------------------------------------------------------------------
+
+
+def task_of_sizes(config: TrainConfig) -> TaskData:
+    """The task with made-up items, of which `collate` knows the number only, and random weights.
+
+    Sentences have the longest length that the language tasks have, without padding.
+
+    Raises:
+        UserError: the backbone's architecture cannot be had without a network.
+    """
+    task = find_task(config.data.task)
+    collate = partial(_made_up, task.language, task.input_size(config), task.num_classes)
+    items: Any = [range(_ITEMS)] * max(1, len(task.environments) - 1)
+    names, make = tuple(map(str, range(len(items)))), partial(task.untrained, config)
+    return TaskData(task.name, task.num_classes, items, items, items, names, collate, make)
+
+
+def _made_up(language: bool, size: tuple[int, ...], classes: int, items: Sequence[Any]) -> Batch:
+    labels = torch.randint(0, classes, (len(items),))
+    if not language:
+        return {"x": torch.randn(len(items), *size)}, labels
+    tokens = torch.randint(0, _VOCABULARY, (len(items), *size))
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "token_type_ids": tokens * 0}, labels
+
+
+def sizes_of_algorithm(config: TrainConfig, task: TaskData, ranks: int) -> Algorithm:
+    """The training algorithm and its models on the meta device, where only sizes exist, with one rank's experts.
+
+    Args:
+        config: Configuration.
+        task: From `task_of_sizes`.
+        ranks: Ranks that share one set of experts.
+    """
+    single = replace(config, model=replace(config.model, dispatcher="auto"))
+    with torch.device("meta"):
+        algorithm = build.build_algorithm(single, task)
+    algorithm.to(_DTYPES[config.parallel.precision])
+    for layer in moe_layers(algorithm).values() if ranks > 1 else ():
+        for name, parameter in list(layer.experts.named_parameters()):
+            share = nn.Parameter(parameter.detach()[: len(parameter) // ranks], parameter.requires_grad)
+            share.allreduce = False  # type: ignore[attr-defined]
+            setattr(layer.experts, name, share)
+    return algorithm.train()
+
+
+def fake_storage(model: nn.Module) -> None:
+    """Give a model of the meta device fake storage on the CPU, inside a `FakeTensorMode`; in place.
+
+    Meta tensors do not do for running it, as parts of it make tensors on the CPU.
+    """
+
+    def fake(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+    for owner in model.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                owner._parameters[name] = made = nn.Parameter(fake(parameter), parameter.requires_grad)
+                made.__dict__.update(parameter.__dict__)
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = fake(buffer)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -26,40 +27,34 @@ PREDICTION = ("predict", "nodes", "gpus_per_node", "node_gbps", "link_gbps", "no
 def parser() -> OptionParser:
     result = OptionParser("scale.py", description=__doc__)
     sweep = result.add_argument_group("sweep: all combinations are measured; a re-run measures what is missing")
-    for name, default, text in (
-        ("--experts", [2, 4, 8, 16, 32, 64], "residual experts K (2 to 64)"),
-        ("--ranks", None, "world sizes (1 2 4; with GPUs, powers of 2 up to their number)"),
-        ("--expert-parallel-size", [0], "ranks that share the experts; 0: the largest dividing K and the ranks (0)"),
-        ("--batch", [32], "images of 5 tokens per rank and step (32)"),
-    ):
-        sweep.add_argument(name, type=int, nargs="+", metavar="N", default=default, help=text)
-    dispatchers = get_args(get_type_hints(ModelConfig)["dispatcher"])
-    sweep.add_argument("--dispatcher", nargs="+", choices=dispatchers, default=["auto"], help="dispatchers (auto)")
-    stages = get_args(get_type_hints(ParallelConfig)["zero_stage"])
-    sweep.add_argument("--zero", type=int, nargs="+", choices=stages, default=[1], help="ZeRO stages (1)")
+    several = partial(sweep.add_argument, nargs="+", action="extend")  # given twice, both count
+    several("--experts", type=int, metavar="N", help="residual experts K (2 to 64)")
+    several("--ranks", type=int, metavar="N", help="world sizes (1 2 4; with GPUs, powers of 2 up to their number)")
+    sizes = "ranks that share the experts; 0: the largest dividing K and the ranks (0)"
+    several("--expert-parallel-size", type=int, metavar="N", help=sizes)
+    several("--batch", type=int, metavar="N", help="images of 5 tokens per rank and step (32)")
+    several("--dispatcher", choices=get_args(get_type_hints(ModelConfig)["dispatcher"]), help="dispatchers (auto)")
+    several("--zero", type=int, choices=get_args(get_type_hints(ParallelConfig)["zero_stage"]), help="ZeRO stages (1)")
     sweep.add_argument("--output", type=Path, default=Path("runs/scale"), help="folder of the study (runs/scale)")
     study = result.add_argument_group("what all points of a sweep have in common")
     study.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="number format (fp32)")
-    for name, number, text in (
-        ("--width", 128, "model width; experts are 4 times as wide (128)"),
-        ("--depth", 4, "transformer layers; every second is upcycled (4)"),
-        ("--blocks", 8, "blocks per expert (8)"),
-        ("--warmup", 3, "steps before timing (3)"),
-        ("--steps", 9, "timed steps, of which the median counts (9)"),
-        ("--threads", 1, "CPU threads per rank (1)"),
-    ):
-        study.add_argument(name, type=int, default=number, help=text)
     predict = result.add_argument_group("prediction from a sweep")
     predict.add_argument("--predict", type=Path, metavar="RUN", help="folder of the sweep to predict from")
-    for name, value, text in (
-        ("--nodes", 4, "nodes (4)"),
-        ("--gpus-per-node", 8, "ranks per node (8)"),
-        ("--node-gbps", 3600.0, "Gbit/s per GPU inside a node (3600, NVLink 4)"),
-        ("--link-gbps", 400.0, "Gbit/s per GPU between nodes (400)"),
-        ("--node-latency-us", 3.0, "microseconds per message in a node (3)"),
-        ("--link-latency-us", 10.0, "microseconds between nodes (10)"),
+    for group, flag, value, text in (
+        (study, "--width", 128, "model width; experts are 4 times as wide (128)"),
+        (study, "--depth", 4, "transformer layers; every second is upcycled (4)"),
+        (study, "--blocks", 8, "blocks per expert (8)"),
+        (study, "--warmup", 3, "steps before timing (3)"),
+        (study, "--steps", 9, "timed steps, of which the median counts (9)"),
+        (study, "--threads", 1, "CPU threads per rank (1)"),
+        (predict, "--nodes", 4, "nodes (4)"),
+        (predict, "--gpus-per-node", 8, "ranks per node (8)"),
+        (predict, "--node-gbps", 3600.0, "Gbit/s per GPU inside a node (3600, NVLink 4)"),
+        (predict, "--link-gbps", 400.0, "Gbit/s per GPU between nodes (400)"),
+        (predict, "--node-latency-us", 3.0, "microseconds per message in a node (3)"),
+        (predict, "--link-latency-us", 10.0, "microseconds between nodes (10)"),
     ):
-        predict.add_argument(name, type=type(value), default=value, help=text)
+        group.add_argument(flag, type=type(value), default=value, help=text)
     result.add_argument("--volume", action="store_true", help="print the table of exchanged bytes and stop")
     return result
 
@@ -84,17 +79,17 @@ def main(arguments: Sequence[str]) -> None:
 
 def sweep(options: argparse.Namespace) -> None:
     from unifmoe_dist.studies.scaling import grid as scaling
-    from unifmoe_dist.studies.scaling.plots import plot_study
     from unifmoe_dist.studies.scaling.point import Study
+    from unifmoe_dist.studies.scaling.scaling_plots import plot_study
 
     study = Study(**{field.name: getattr(options, field.name) for field in fields(Study)})
     layouts, left_out = scaling.grid(
-        options.experts,
+        options.experts or [2, 4, 8, 16, 32, 64],
         options.ranks or scaling.default_ranks(),
-        options.expert_parallel_size,
-        options.batch,
-        options.dispatcher,
-        options.zero,
+        options.expert_parallel_size or [0],
+        options.batch or [32],
+        options.dispatcher or ["auto"],
+        options.zero or [1],
     )
     if left_out:
         print(f"{left_out} combinations left out: the expert-parallel size must divide both K and the ranks.")
@@ -110,7 +105,7 @@ def sweep(options: argparse.Namespace) -> None:
 def predict(options: argparse.Namespace) -> None:
     from unifmoe_dist.studies.scaling import grid as scaling
     from unifmoe_dist.studies.scaling.cluster import Cluster, format_predictions, predict_cluster
-    from unifmoe_dist.studies.scaling.plots import plot_predictions
+    from unifmoe_dist.studies.scaling.scaling_plots import plot_predictions
 
     latencies = 1e-6 * options.node_latency_us, 1e-6 * options.link_latency_us
     cluster = Cluster(options.nodes, options.gpus_per_node, options.node_gbps, options.link_gbps, *latencies)
@@ -125,7 +120,7 @@ def fit(folder: Path):  # type: ignore[no-untyped-def]  # a CostModel; its modul
     """Fit the cost model to a study, write it and its plot beside it, and print it."""
     from unifmoe_dist.studies.scaling import cost_model
     from unifmoe_dist.studies.scaling import grid as scaling
-    from unifmoe_dist.studies.scaling.plots import plot_check
+    from unifmoe_dist.studies.scaling.scaling_plots import plot_check
 
     study = scaling.read_study(folder)
     result = cost_model.check(scaling.read_points(folder), study)

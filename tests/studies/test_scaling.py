@@ -84,33 +84,28 @@ def test_the_volume_table_takes_no_other_option():
         scale.main(["--ranks", "2", "--volume"])
 
 
+def test_an_option_given_twice_counts_twice():
+    words = "--experts 2 --batch 8 --experts 4 6 --dispatcher alltoall --zero 1 --dispatcher tutel --zero 2".split()
+    options = scale.parser().parse_args(words)
+    assert (options.experts, options.batch, options.zero) == ([2, 4, 6], [8], [1, 2])
+    assert options.dispatcher == ["alltoall", "tutel"] and options.ranks is None
+    assert scale.parser().given(words).keys() == {"experts", "batch", "dispatcher", "zero"}
+
+
 def test_sweep_measures_plots_and_continues(tmp_path, capsys):
-    options = (
-        "--experts",
-        2,
-        4,
-        "--ranks",
-        2,
-        "--batch",
-        3,
-        "--width",
-        16,
-        "--depth",
-        2,
-        "--steps",
-        2,
-        "--warmup",
-        1,
-        "--output",
-        tmp_path,
-    )
-    scale.main([*map(str, options)])
+    words = "--experts 2 --experts 4 --ranks 1 2 --batch 3 --width 16 --depth 2 --steps 2 --warmup 1".split()
+    scale.main([*words, "--output", str(tmp_path)])
     printed = capsys.readouterr().out
     assert "no cost model: a cost model needs at least 6 points" in printed
-    assert "but of 2 that were measured 1 are held out to check it; measure 8 in all:" in printed
+    assert "but of 4 that were measured 2 are held out to check it; measure 9 in all:" in printed
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
     with (tmp_path / "scaling.csv").open() as handle:
         rows = list(csv.DictReader(handle))
+    assert [(r["experts"], r["ranks"]) for r in rows] == [("2", "1"), ("4", "1"), ("2", "2"), ("4", "2")]
+    for row in rows[:2]:  # nothing travels
+        assert (row["expert_parallel"], row["dispatcher"], row["dropped"]) == ("1", "local", "0")
+        assert float(row["sent_bytes"]) == float(row["minimum_bytes"]) == 0 and float(row["rank_blocks"]) > 0
+    rows = rows[2:]
     assert [(r["experts"], r["ranks"], r["expert_parallel"]) for r in rows] == [("2", "2", "2"), ("4", "2", "2")]
     for row in rows:
         number = {name: float(row[name]) for name in Measurement.__dataclass_fields__ if name != "device"}
@@ -126,14 +121,15 @@ def test_sweep_measures_plots_and_continues(tmp_path, capsys):
 
     # All points are there: nothing is measured again.
     text = (tmp_path / "scaling.csv").read_text()
-    study, layouts = scaling.read_study(tmp_path), [Layout(k, 2, 2, 3, "alltoall", 1) for k in (2, 4)]
+    study, known = scaling.read_study(tmp_path), scaling.read_points(tmp_path)
+    layouts = [Layout(k, 1, 1, 3, "local", 1) for k in (2, 4)] + [Layout(k, 2, 2, 3, "alltoall", 1) for k in (2, 4)]
     points = scaling.run_study(layouts, study, tmp_path, progress=False)
-    assert [p.layout for p in points] == layouts and (tmp_path / "scaling.csv").read_text() == text
+    assert points == known and [p.layout for p in points] == layouts and (tmp_path / "scaling.csv").read_text() == text
 
     # A crash while the last row was written: that point is missing, and its row replaces the rest of the line.
     (tmp_path / "scaling.csv").write_text(text[: text.rindex(".") + 1])
-    assert scaling.read_points(tmp_path) == points[:1]
-    scaling._append(tmp_path / "scaling.csv", points[1])
+    assert scaling.read_points(tmp_path) == points[:-1]
+    scaling._append(tmp_path / "scaling.csv", points[-1])
     assert (tmp_path / "scaling.csv").read_text() == text and scaling.read_points(tmp_path) == points
 
 

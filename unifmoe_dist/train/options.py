@@ -50,10 +50,9 @@ class OptionParser(argparse.ArgumentParser):
 
     def given(self, words: Sequence[str]) -> dict[str, str]:
         """The options that stand on the command line itself, whatever they say: flag by attribute."""
-        unset = object()
         flags = {a.dest: a.option_strings[-1] for a in self._actions if a.option_strings and a.dest != "help"}
-        found = self.parse_args(words, argparse.Namespace(**dict.fromkeys(flags, unset)))
-        return {name: flag for name, flag in flags.items() if getattr(found, name) is not unset}
+        found = self.parse_args(words, argparse.Namespace(**dict.fromkeys(flags)))  # None: no default takes its place
+        return {name: flag for name, flag in flags.items() if getattr(found, name) is not None}
 
     def refuse_others(self, words: Sequence[str], taken: Collection[str], what: str) -> None:
         """Refuse options that would change nothing.

@@ -10,17 +10,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-import numpy as np
-
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.studies.records import markdown
 from unifmoe_dist.studies.scaling.cost_model import PARTS_OF_TERM, CostModel, Workload, described, workload
 from unifmoe_dist.studies.scaling.grid import Point
 from unifmoe_dist.studies.scaling.point import Study
-from unifmoe_dist.studies.scaling.volume import alltoall_volume, expected_traffic
-
-_MESSAGES_PER_LAYER = 5
-"""Exchanges per layer and step: counts, tokens, rows, and the gradients of both."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +73,9 @@ def predict_cluster(model: CostModel, points: Sequence[Point], study: Study, clu
     chosen = {p.layout.experts: p for p in sorted(described(points), key=lambda p: p.layout.expert_parallel)}
     predictions = []
     for k, point in sorted(chosen.items()):
-        alone = sum(model.predict(_scaled(point, study, ranks=1, expert_parallel=1)).values())
+        alone = sum(model.predict(workload(point, study, ranks=1)).values())
         for size in sorted({math.gcd(k, cluster.gpus_per_node), math.gcd(k, cluster.ranks)}):
-            load = _scaled(point, study, cluster.ranks, size)
+            load = workload(point, study, cluster.ranks, size)
             seconds = model.predict(load)
             waiting = model.coefficients["exchange"][2] * model.coefficients["experts"][0] * load.extra_flops
             seconds["exchange"] = cluster.exchange_seconds(load) + (waiting if size > 1 else 0.0)
@@ -89,35 +83,6 @@ def predict_cluster(model: CostModel, points: Sequence[Point], study: Study, clu
             step = sum(seconds.values())
             predictions.append(Prediction(k, size, seconds, load.tokens * cluster.ranks / step, alone / step))
     return predictions
-
-
-def _scaled(point: Point, study: Study, ranks: int, expert_parallel: int) -> Workload:
-    """The workload of a measured point's K and routing on another number of ranks."""
-    a, r, layers = point.layout, point.result, len(study.layers)
-    tokens, residual = r.tokens / a.ranks, r.blocks_per_token - r.shared_per_token
-    blocks = layers * tokens * (r.shared_per_token + residual * _imbalance(point, study, expert_parallel))
-    row_bytes = study.width * study.itemsize
-    traffic = expected_traffic(tokens, r.experts_per_token, a.experts, study.blocks, row_bytes, expert_parallel)
-    messages = layers * _MESSAGES_PER_LAYER * (expert_parallel - 1)
-    sent = layers * alltoall_volume(traffic).total
-    return workload(point, study, ranks, expert_parallel, 1.0, blocks, messages, sent)
-
-
-def _imbalance(point: Point, study: Study, expert_parallel: int) -> float:
-    """Residual work of the busiest rank over the mean at another expert-parallel size.
-
-    It is 1 with one rank, as measured at the measured size, and the busiest expert's load where each rank holds one
-    expert; between these its logarithm is linear in that of the size.
-    """
-    a, r = point.layout, point.result
-    tokens = len(study.layers) * r.tokens / a.ranks
-    mean = tokens * (r.blocks_per_token - r.shared_per_token)
-    measured = max(1.0, (r.rank_blocks - tokens * r.shared_per_token) / mean) if mean else 1.0
-    known = {1: 1.0, a.experts: max(1.0, r.load_imbalance)}
-    if 1 < a.expert_parallel < a.experts:
-        known[a.expert_parallel] = measured
-    sizes = sorted(known)
-    return float(np.exp(np.interp(math.log(expert_parallel), np.log(sizes), np.log([known[s] for s in sizes]))))
 
 
 def format_predictions(predictions: Sequence[Prediction], cluster: Cluster, device: str) -> str:

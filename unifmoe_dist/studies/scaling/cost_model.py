@@ -16,10 +16,12 @@ It describes the alltoall dispatcher; points of another one are left out. On a C
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy.optimize import nnls
@@ -28,6 +30,7 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.studies.records import markdown
 from unifmoe_dist.studies.scaling.grid import Point, describe
 from unifmoe_dist.studies.scaling.point import Measurement, Study
+from unifmoe_dist.studies.scaling.volume import alltoall_volume, expected_traffic
 
 _FLOPS_PER_BLOCK_CHANNEL = 14
 """Per channel and model dimension of a block: up and down forward (4), both and both weights backward (8), and the
@@ -48,6 +51,8 @@ UNITS = {
     "optimizer": ("s", "s/parameter updated", "s/parameter held"),
 }
 _LEAST_POINTS = 6
+_MESSAGES_PER_LAYER = 5
+"""Exchanges per layer and step: counts, tokens, rows, and the gradients of both."""
 
 
 @dataclass(frozen=True)
@@ -106,19 +111,23 @@ class Workload:
         }
 
 
-def workload(
-    point: Point,
-    study: Study,
-    ranks: int,
-    expert_parallel: int,
-    contention: float,
-    blocks: float,
-    messages: float,
-    sent: float,
-) -> Workload:
-    """A point's K, tokens and routing on some ranks, the busiest of which computes `blocks` blocks forward."""
+def workload(point: Point, study: Study, ranks: int | None = None, expert_parallel: int = 1) -> Workload:
+    """A point's step, all of it from its layout and routing and nothing from a clock.
+
+    On other `ranks` than the point's own it is the step of that K and routing there: no core is shared, exchanges send
+    what is expected of experts that lie anywhere, and the busiest rank's residual work follows `_imbalance`.
+    """
     a, r, layers = point.layout, point.result, len(study.layers)
     tokens = r.tokens / a.ranks
+    if ranks is None:
+        ranks, expert_parallel, contention = a.ranks, a.expert_parallel, r.contention
+        blocks, messages, sent = r.rank_blocks, r.exchange_messages, r.exchange_bytes
+    else:
+        residual = (r.blocks_per_token - r.shared_per_token) * _imbalance(point, study, expert_parallel)
+        blocks, contention = layers * tokens * (r.shared_per_token + residual), 1.0
+        shape = a.experts, study.blocks, study.width * study.itemsize, expert_parallel
+        sent = layers * alltoall_volume(expected_traffic(tokens, r.experts_per_token, *shape)).total
+        messages = layers * _MESSAGES_PER_LAYER * (expert_parallel - 1)
     per_block = _FLOPS_PER_BLOCK_CHANNEL * study.width * (4 * study.width // study.blocks)
     return Workload(
         ranks=ranks,
@@ -137,11 +146,21 @@ def workload(
     )
 
 
-def workload_of(point: Point, study: Study) -> Workload:
-    """The workload of a measured point: all of it comes from the layout and the routing, nothing from a clock."""
+def _imbalance(point: Point, study: Study, expert_parallel: int) -> float:
+    """Residual work of the busiest rank over the mean at another expert-parallel size.
+
+    It is 1 with one rank, as measured at the measured size, and the busiest expert's load where each rank holds one
+    expert; between these its logarithm is linear in that of the size.
+    """
     a, r = point.layout, point.result
-    measured = (r.contention, r.rank_blocks, r.exchange_messages, r.exchange_bytes)
-    return workload(point, study, a.ranks, a.expert_parallel, *measured)
+    tokens = len(study.layers) * r.tokens / a.ranks
+    mean = tokens * (r.blocks_per_token - r.shared_per_token)
+    measured = max(1.0, (r.rank_blocks - tokens * r.shared_per_token) / mean) if mean else 1.0
+    known = {1: 1.0, a.experts: max(1.0, r.load_imbalance)}
+    if 1 < a.expert_parallel < a.experts:
+        known[a.expert_parallel] = measured
+    sizes = sorted(known)
+    return float(np.exp(np.interp(math.log(expert_parallel), np.log(sizes), np.log([known[s] for s in sizes]))))
 
 
 @dataclass(frozen=True)
@@ -182,17 +201,14 @@ class CostModel:
 
 @dataclass(frozen=True)
 class Check:
-    """A fit, the points it saw and those it did not, and their errors |predicted - measured| / measured of the step."""
+    """A fit, the points that it saw ("fitted") and those that it did not ("held out").
+
+    Errors, one for each point, are |predicted - measured| / measured of the step.
+    """
 
     model: CostModel
-    fitted: list[Point]
-    held_out: list[Point]
-    fitted_errors: list[float]
-    held_out_errors: list[float]
-
-    def groups(self) -> tuple[tuple[str, list[Point], list[float]], ...]:
-        """Name, points and errors of both."""
-        return ("fitted", self.fitted, self.fitted_errors), ("held out", self.held_out, self.held_out_errors)
+    points: dict[str, list[Point]]
+    errors: dict[str, list[float]]
 
 
 def described(points: Sequence[Point]) -> list[Point]:
@@ -230,12 +246,13 @@ def check(points: Sequence[Point], study: Study) -> Check:
             f"{len(held_out)} are held out to check it; measure {below + len(points) - len(_below_largest(points))} in "
             "all: the same command with more values of --experts or --batch measures what is missing."
         )
-    model = CostModel.fit([workload_of(p, study) for p in fitted], [p.result for p in fitted])
-
-    def errors(chosen: list[Point]) -> list[float]:
-        return [abs(sum(model.predict(workload_of(p, study)).values()) / p.result.step - 1) for p in chosen]
-
-    return Check(model, fitted, held_out, errors(fitted), errors(held_out))
+    model = CostModel.fit([workload(p, study) for p in fitted], [p.result for p in fitted])
+    groups = {"fitted": fitted, "held out": held_out}
+    errors = {
+        name: [abs(sum(model.predict(workload(p, study)).values()) / p.result.step - 1) for p in group]
+        for name, group in groups.items()
+    }
+    return Check(model, groups, errors)
 
 
 def format_check(result: Check) -> str:
@@ -246,20 +263,21 @@ def format_check(result: Check) -> str:
         for value, unit in zip(values, UNITS[term], strict=True)
     ]
     lines = [markdown(rows, left=("term", "unit"))]
-    for name, points, errors in result.groups():
+    for name, errors in result.errors.items():
         worst = int(np.argmax(errors))
         lines.append(
-            f"\n{name}: {len(points)} points, relative error of the step {100 * np.mean(errors):.1f} % on average, "
-            f"at most {100 * errors[worst]:.1f} % ({describe(points[worst].layout)})"
+            f"\n{name}: {len(errors)} points, relative error of the step {100 * np.mean(errors):.1f} % on average, "
+            f"at most {100 * errors[worst]:.1f} % ({describe(result.points[name][worst].layout)})"
         )
     return "\n".join(lines)
 
 
 def save_model(result: Check, path: Path) -> None:
     """Write coefficients with units, and errors, as JSON."""
-    points, errors = {}, {}
-    for name, chosen, found in result.groups():
-        points[f"{name.replace(' ', '_')}_points"] = [describe(p.layout) for p in chosen]
-        errors[f"{name.replace(' ', '_')}_error"] = {"mean": float(np.mean(found)), "max": max(found)}
     coefficients = {term: dict(zip(UNITS[term], v, strict=True)) for term, v in result.model.coefficients.items()}
-    path.write_text(json.dumps({"coefficients": coefficients, **points, **errors}, indent=1))
+    record: dict[str, Any] = {"coefficients": coefficients}
+    for name, points in result.points.items():
+        record[f"{name.replace(' ', '_')}_points"] = [describe(p.layout) for p in points]
+    for name, errors in result.errors.items():
+        record[f"{name.replace(' ', '_')}_error"] = {"mean": float(np.mean(errors)), "max": max(errors)}
+    path.write_text(json.dumps(record, indent=1))

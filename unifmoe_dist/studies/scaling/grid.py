@@ -103,12 +103,12 @@ def run_study(layouts: Sequence[Layout], study: Study, folder: Path, progress: b
             bar.set_postfix_str(describe(layout))
             heartbeat.doing(f"{len(done)} of {len(layouts)} points done, at {describe(layout)}")
             try:
-                values, *_ = run_local_ranks(layout.ranks, measure, layout, study, threads=study.threads)
+                result, *_ = run_local_ranks(layout.ranks, measure, layout, study, threads=study.threads)
             except RuntimeError as error:  # out of memory, say: the others can still be measured
                 failures.append(f"{describe(layout)}: {str(error).strip().splitlines()[-1]}")
                 tqdm.write(f"{describe(layout)} failed: {error}")
             else:
-                done[layout] = Point(layout, Measurement(**values))
+                done[layout] = Point(layout, result)
                 _append(folder / "scaling.csv", done[layout])
             bar.update()
     if failures:

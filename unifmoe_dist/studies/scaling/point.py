@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from unifmoe_dist.algorithms import ALGORITHMS
 from unifmoe_dist.config import DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig, UniFMoEConfig
 from unifmoe_dist.data.digits import NUM_CLASSES, build_digits_vit, digits_task
-from unifmoe_dist.dispatch import Arrivals, Dispatcher, Exchange
+from unifmoe_dist.dispatch import Arrivals, Dispatcher
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.expert_layer import ExpertLayer
 from unifmoe_dist.runtime.ranks import Ranks, running_ranks, seed_everything
 from unifmoe_dist.studies import timing
 from unifmoe_dist.studies.meters import process_peak
 from unifmoe_dist.studies.scaling.step_split import PARTS, split_step
-from unifmoe_dist.studies.scaling.volume import Traffic, Volume, counting_bytes, minimum_volume, tutel_volume
+from unifmoe_dist.studies.scaling.volume import Traffic, counting_bytes, minimum_volume, padded_volume
 from unifmoe_dist.train import build, deepspeed
 from unifmoe_dist.train.evaluate import collect_usage
 from unifmoe_dist.train.step import TrainingStep
@@ -143,168 +145,119 @@ def train_config(layout: Layout, study: Study) -> TrainConfig:
     return config
 
 
-def measure(layout: Layout, study: Study) -> dict[str, Any]:
-    """Measure one point; runs on every rank of its job and returns the fields of `Measurement`."""
+def measure(layout: Layout, study: Study) -> Measurement:
+    """Measure one point; runs on every rank of its job."""
     config = train_config(layout, study)
     with running_ranks(layout.expert_parallel) as ranks:
-        return asdict(_Point(config, study, ranks).measure())
-
-
-class _Point:
-    def __init__(self, config: TrainConfig, study: Study, ranks: Ranks) -> None:
-        self.config, self.study, self.ranks = config, study, ranks
         seed_everything(0)
-        self.inputs, self.labels = _digits(config.data.batch_size // ranks.world_size, ranks)
+        inputs, labels = _digits(layout.batch, ranks.rank)
         deepspeed.load_all()  # or it would count as memory of training
-        self.memory_before = process_peak(ranks.device)
-        model = build.install_layers(config, _backbone(study), ranks)
-        self.model, self.layers = model, moe_layers(model)
-        self.parameters = _count_parameters(model)
+        memory_before = process_peak(ranks.device)
+        model = build.install_layers(config, build_digits_vit(embed_dim=study.width, depth=study.depth), ranks)
         algorithm = ALGORITHMS[config.algorithm.name](model, 1, NUM_CLASSES, config.algorithm, lambda: model)
-        self._one_step, self._steps = TrainingStep(config, algorithm, ranks), 0
-
-    def step(self) -> Tensor:
-        """One optimiser step, as the trainer makes it; the task's loss."""
-        result = self._one_step([({"x": self.inputs}, self.labels)], self._steps)
-        self._steps += 1
-        return result.sums["task_loss"]
-
-    def measure(self) -> Measurement:
-        for _ in range(self.study.warmup):
-            self.step()
-        collect_usage(self.model, self.ranks)  # forgets the warm-up
-        step, spread, loss = self._time_steps()
-        memory = process_peak(self.ranks.device) - self.memory_before
-        usage = list(collect_usage(self.model, self.ranks).values())
-        parts = split_step(self.step, step, _PROFILED_STEPS, self.ranks.device)
-        results: dict[str, Any] = self._count_exchange()
-        results.update(zip(PARTS, self._mean_over_ranks([parts[name] for name in PARTS]), strict=True))
-        tokens = TOKENS_PER_IMAGE * len(self.labels) * self.ranks.world_size
-        cuda = self.ranks.device.type == "cuda"
-        return Measurement(
-            device=torch.cuda.get_device_name() if cuda else "cpu",
-            contention=1.0 if cuda else max(1.0, self.ranks.world_size * self.study.threads / available_cores()),
-            tokens=tokens,
-            tokens_per_second=tokens / step,
-            step=step,
-            step_spread=spread,
-            memory=self._over_ranks([memory], dist.ReduceOp.MAX)[0],
-            load_imbalance=fmean([max(u.expert_load) * len(u.expert_load) / sum(u.expert_load) for u in usage]),
-            blocks_per_token=fmean([u.block_compute for u in usage]),
-            experts_per_token=fmean([u.expert_count for u in usage]),
-            shared_per_token=fmean([u.shared_block_count for u in usage]),
-            dense_parameters=self.parameters[0],
-            expert_parameters=self.parameters[1],
-            loss=self._mean_over_ranks([float(loss)])[0],
-            **results,
-        )
-
-    def _time_steps(self) -> tuple[float, float, Tensor]:
-        self.ranks.barrier()
+        training, number = TrainingStep(config, algorithm, ranks), itertools.count()
         loss = torch.zeros(())
 
         def step() -> None:
+            """One optimiser step, as the trainer makes it."""
             nonlocal loss
-            loss = self.step()
+            loss = training([({"x": inputs}, labels)], next(number)).sums["task_loss"]
 
-        seconds = [timing.seconds(step, self.ranks.device) for _ in range(self.study.steps)]
-        slowest = torch.tensor(self._over_ranks(seconds, dist.ReduceOp.MAX), dtype=torch.float64)
-        low, median, high = torch.quantile(slowest, torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
-        return median, (high - low) / 2, loss
+        for _ in range(study.warmup):
+            step()
+        collect_usage(model, ranks)  # forgets the warm-up
+        ranks.barrier()
+        slowest = np.max(ranks.gather([timing.seconds(step, ranks.device) for _ in range(study.steps)]), axis=0)
+        low, median, high = np.quantile(slowest, (0.25, 0.5, 0.75)).tolist()
+        own = {"loss": float(loss), "memory": process_peak(ranks.device) - memory_before}
+        usage = list(collect_usage(model, ranks).values())
+        own |= split_step(step, median, _PROFILED_STEPS, ranks.device)
+        layers = list(moe_layers(model).values())
+        own |= _count_exchange(step, layers, study, ranks)
+        every = ranks.gather(own)
 
-    def _count_exchange(self) -> dict[str, Any]:
-        """Take one more step with every dispatcher tapped and every all-to-all counted."""
-        taps = {}
-        for name, layer in self.layers.items():
-            taps[name] = layer.dispatcher = _Tap(layer.dispatcher)
-        with counting_bytes() as count:
-            self.step()
-        size = self.config.expert_parallel_size(self.ranks.world_size)
-        minimum, tutel, rank_blocks, chosen, received = Volume(), Volume(), 0.0, 0, 0
-        for layer, tap in zip(self.layers.values(), taps.values(), strict=True):
-            layer.dispatcher = tap.dispatcher
-            traffic = Traffic.of(tap.gates, self.study.blocks, tap.row_bytes, size, self.ranks.expert_rank)
-            capacity = torch.tensor(traffic.largest_load, device=self.ranks.device)
-            if self.ranks.expert_group is not None:
-                dist.all_reduce(capacity, op=dist.ReduceOp.MAX, group=self.ranks.expert_group)
-            minimum += minimum_volume(traffic)
-            tutel += tutel_volume(traffic, int(capacity))
-            rank_blocks += tap.shared_blocks + tap.residual_blocks
-            chosen, received = chosen + tap.chosen, received + tap.received
-        sums = self.ranks.all_sum(torch.tensor([count.bytes, minimum.total, tutel.total, chosen - received]))
-        per_token = TOKENS_PER_IMAGE * len(self.labels) * self.ranks.world_size * len(self.layers)
-        sent, busiest = self._over_ranks([float(count.bytes), rank_blocks], dist.ReduceOp.MAX)
-        return {
-            "sent_bytes": float(sums[0]) / per_token,
-            "minimum_bytes": float(sums[1]) / per_token,
-            "tutel_bytes": float(sums[2]) / per_token,
-            "dropped": int(sums[3]),
-            "exchange_bytes": sent,
-            "exchange_messages": float(count.messages),
-            "rank_blocks": busiest,
-        }
+    def over_ranks(name: str) -> np.ndarray:
+        return np.array([of_rank[name] for of_rank in every])
 
-    def _over_ranks(self, values: list[float], op: Any) -> list[float]:
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.ranks.device)
-        if self.ranks.world_size > 1:
-            dist.all_reduce(tensor, op=op)
-        return tensor.tolist()
+    cuda, tokens = ranks.device.type == "cuda", TOKENS_PER_IMAGE * layout.batch * layout.ranks
+    held = sum(p.numel() for layer in layers for p in layer.experts.parameters())
+    per_token = {
+        f"{name}_bytes": float(over_ranks(name).sum()) / (tokens * len(layers)) for name in ("sent", "minimum", "tutel")
+    }
+    return Measurement(
+        device=torch.cuda.get_device_name() if cuda else "cpu",
+        contention=1.0 if cuda else max(1.0, layout.ranks * study.threads / available_cores()),
+        tokens=tokens,
+        tokens_per_second=tokens / median,
+        step=median,
+        step_spread=(high - low) / 2,
+        **{name: float(over_ranks(name).mean()) for name in (*PARTS, "loss")},
+        **per_token,
+        exchange_bytes=float(over_ranks("sent").max()),
+        exchange_messages=float(own["messages"]),
+        memory=float(over_ranks("memory").max()),
+        load_imbalance=fmean(max(u.expert_load) * len(u.expert_load) / sum(u.expert_load) for u in usage),
+        blocks_per_token=fmean(u.block_compute for u in usage),
+        experts_per_token=fmean(u.expert_count for u in usage),
+        shared_per_token=fmean(u.shared_block_count for u in usage),
+        rank_blocks=float(over_ranks("blocks").max()),
+        dropped=int(over_ranks("chosen").sum() - over_ranks("received").sum()),
+        dense_parameters=sum(p.numel() for p in model.parameters()) - held,
+        expert_parameters=held,
+    )
 
-    def _mean_over_ranks(self, values: list[float]) -> list[float]:
-        return [v / self.ranks.world_size for v in self._over_ranks(values, dist.ReduceOp.SUM)]
+
+def _count_exchange(
+    step: Callable[[], None], layers: Sequence[ExpertLayer], study: Study, ranks: Ranks
+) -> dict[str, float]:
+    """Take one more step with every dispatcher tapped and every all-to-all counted; this rank's sums over layers."""
+    taps = [_Tap(layer.dispatcher) for layer in layers]
+    for layer, tap in zip(layers, taps, strict=True):
+        layer.dispatcher = tap
+    with counting_bytes() as count:
+        step()
+    found: dict[str, float] = {"sent": count.bytes, "messages": count.messages, "minimum": 0.0, "tutel": 0.0}
+    for layer, tap in zip(layers, taps, strict=True):
+        layer.dispatcher = tap.dispatcher
+        size = layer.config.num_experts // layer.num_local_experts
+        traffic = Traffic.of(tap.gates, study.blocks, tap.row_bytes, size, ranks.expert_rank)
+        found["minimum"] += minimum_volume(traffic).total
+        found["tutel"] += padded_volume(traffic, ranks).total
+    return found | {name: sum(getattr(tap, name) for tap in taps) for name in ("blocks", "chosen", "received")}
 
 
 class _Tap:
-    """Stands in for a layer's dispatcher during one step and notes what goes in and what arrives."""
+    """Stands in for a layer's dispatcher and its exchange during one step, and notes what goes in and what arrives."""
+
+    local = False  # so that tokens pass through it on one rank too
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
-        self.received = self.residual_blocks = 0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.dispatcher, name)
-
-    def dispatch(self, x: Tensor, gates: Tensor, blocks: Tensor, trained: bool = True) -> Exchange:
-        self.gates = gates.detach()
-        self.row_bytes = x.shape[1] * x.element_size()
-        self.chosen = int((self.gates != 0).sum())
-        self.shared_blocks = int((~blocks).sum())
-        return _TappedExchange(self, self.dispatcher.dispatch(x, gates, blocks, trained))
-
-
-class _TappedExchange:
-    def __init__(self, tap: _Tap, exchange: Exchange) -> None:
-        self.tap, self.exchange = tap, exchange
+    def dispatch(self, x: Tensor, gates: Tensor, blocks: Tensor, trained: bool = True) -> _Tap:
+        self.gates, self.row_bytes = gates.detach(), x.shape[1] * x.element_size()
+        self.chosen, self.blocks = int((self.gates != 0).sum()), int((~blocks).sum())
+        self.exchange = self.dispatcher.dispatch(x, gates, blocks, trained)
+        return self
 
     def arrivals(self) -> Arrivals:
         rows = self.exchange.arrivals()
         active = rows.gates.detach() != 0
-        self.tap.received = int(active.sum())
-        self.tap.residual_blocks = int((active.sum(1) * rows.blocks.sum(1)).sum())
+        self.received = int(active.sum())
+        self.blocks += int((active.sum(1) * rows.blocks.sum(1)).sum())
         return rows
 
     def combine(self, rows: Tensor) -> Tensor:
         return self.exchange.combine(rows)
 
 
-def _backbone(study: Study) -> nn.Module:
-    return build_digits_vit(embed_dim=study.width, depth=study.depth)
-
-
-def _digits(count: int, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """This rank's batch of the digits task: (count, 1, 16, 16) images and (count,) labels."""
+def _digits(count: int, rank: int) -> tuple[Tensor, Tensor]:
+    """A rank's batch of the digits task: (count, 1, 16, 16) images and (count,) labels."""
     task = digits_task()
     items = [item for dataset in task.train for item in dataset]  # type: ignore[attr-defined]
-    generator = torch.Generator().manual_seed(ranks.rank)
-    chosen = torch.randint(len(items), (count,), generator=generator).tolist()
+    chosen = torch.randint(len(items), (count,), generator=torch.Generator().manual_seed(rank)).tolist()
     inputs, labels = task.collate([items[i] for i in chosen])
     return inputs["x"], labels
-
-
-def _count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Parameters outside the residual experts, and in those held here."""
-    experts = sum(p.numel() for layer in moe_layers(model).values() for p in layer.experts.parameters())
-    return sum(p.numel() for p in model.parameters()) - experts, experts
 
 
 def available_cores() -> int:

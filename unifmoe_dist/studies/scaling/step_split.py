@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch.autograd import DeviceType
@@ -25,12 +26,9 @@ _COLLECTIVES = (
 ).split()
 
 
-@contextmanager
-def named_collectives() -> Iterator[None]:
-    """Give DeepSpeed's collectives the range "unifmoe::all_reduce" in profiles."""
+def named_collectives() -> AbstractContextManager:
+    """Give DeepSpeed's collectives the range "unifmoe::all_reduce" in profiles, inside the context."""
     from deepspeed import comm
-
-    originals = {name: getattr(comm, name) for name in _COLLECTIVES if hasattr(comm, name)}
 
     def ranged(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -40,13 +38,8 @@ def named_collectives() -> Iterator[None]:
 
         return call
 
-    for name, function in originals.items():
-        setattr(comm, name, ranged(function))
-    try:
-        yield
-    finally:
-        for name, function in originals.items():
-            setattr(comm, name, function)
+    found: dict[str, Any] = {name: ranged(getattr(comm, name)) for name in _COLLECTIVES if hasattr(comm, name)}
+    return patch.multiple(comm, **found)
 
 
 def split_step(step: Callable[[], Any], seconds: float, repeats: int, device: torch.device) -> dict[str, float]:

@@ -24,15 +24,19 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from scipy.special import binom
 from torch import Tensor
 
+from unifmoe_dist.dispatch.alltoall import AllToAllDispatcher
+from unifmoe_dist.routing import Router
+from unifmoe_dist.runtime.local_ranks import run_local_ranks
+from unifmoe_dist.runtime.ranks import Ranks, running_ranks, world_size_from_environment
 from unifmoe_dist.studies.records import markdown
 
 GATE_BYTES = 4
@@ -49,9 +53,6 @@ class Volume:
     @property
     def total(self) -> float:
         return self.forward + self.backward
-
-    def __add__(self, other: Volume) -> Volume:
-        return Volume(self.forward + other.forward, self.backward + other.backward)
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,14 @@ def tutel_volume(traffic: Traffic, capacity: float) -> Volume:
     return Volume(2 * one_way, 2 * one_way)
 
 
+def padded_volume(traffic: Traffic, ranks: Ranks) -> Volume:
+    """`tutel_volume` at the capacity that drops nothing; collective over the expert-parallel group."""
+    capacity = torch.tensor(traffic.largest_load, device=ranks.device)
+    if ranks.expert_group is not None:
+        dist.all_reduce(capacity, op=dist.ReduceOp.MAX, group=ranks.expert_group)
+    return tutel_volume(traffic, int(capacity))
+
+
 def expected_traffic(
     tokens: float, experts_per_token: float, num_experts: int, num_blocks: int, row_bytes: int, group_size: int
 ) -> Traffic:
@@ -144,7 +153,6 @@ def counting_bytes() -> Iterator[ByteCount]:
     """Count what this rank hands to torch.distributed.all_to_all_single for other ranks, small exchanges included."""
     count, original = ByteCount(), dist.all_to_all_single
 
-    @wraps(original)
     def counted(*args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         sent, group = given["input"], given.get("group")
@@ -154,11 +162,8 @@ def counting_bytes() -> Iterator[ByteCount]:
         count.messages += size - 1
         return original(*args, **kwargs)
 
-    dist.all_to_all_single = counted
-    try:
+    with patch.object(dist, "all_to_all_single", counted):
         yield count
-    finally:
-        dist.all_to_all_single = original
 
 
 # -- the comparison on synthetic routing -------------------------------------------------------------------------
@@ -186,10 +191,6 @@ def measure_volume(experts: int, skewed: bool, tokens: int, model_dim: int, num_
         collective ("alltoall"), by `alltoall_volume` ("formula") and of Tutel's padded exchange ("tutel"); mean k
         ("experts_per_token"), the busiest expert's load over the mean, and the expert-parallel size ("group_size").
     """
-    from unifmoe_dist.dispatch.alltoall import AllToAllDispatcher
-    from unifmoe_dist.routing import Router
-    from unifmoe_dist.runtime.ranks import running_ranks, world_size_from_environment
-
     size = math.gcd(experts, world_size_from_environment())
     with running_ranks(size) as ranks:
         torch.manual_seed(0)
@@ -199,18 +200,16 @@ def measure_volume(experts: int, skewed: bool, tokens: int, model_dim: int, num_
         x = x.requires_grad_()
         routing = router.decide(x, prototypes)
         traffic = Traffic.of(routing.gates, num_blocks, model_dim * x.element_size(), size, ranks.expert_rank)
-        capacity = torch.tensor(traffic.largest_load)
         with counting_bytes() as count:
             if ranks.expert_group is not None:
                 exchange = AllToAllDispatcher(ranks.expert_group).dispatch(x, routing.gates, ~routing.shared_blocks)
                 arrived = exchange.arrivals()
                 exchange.combine(arrived.x * arrived.gates.sum(1, keepdim=True)).sum().backward()
-                dist.all_reduce(capacity, op=dist.ReduceOp.MAX, group=ranks.expert_group)
         found = {
             "experts_per_token": routing.expert_count.sum(),
             "minimum": minimum_volume(traffic).total,
             "alltoall": count.bytes,
-            "tutel": tutel_volume(traffic, int(capacity)).total,
+            "tutel": padded_volume(traffic, ranks).total,
             "formula": alltoall_volume(traffic).total,
         }
         totals = ranks.all_sum(torch.tensor([tokens, *found.values()], dtype=torch.float64))
@@ -230,8 +229,6 @@ def volume_table(
 
     Routing is uniform and skewed, numbers are float32, with `tokens` tokens per rank.
     """
-    from unifmoe_dist.runtime.local_ranks import run_local_ranks
-
     rows = []
     for world, routing, k in product(ranks, ("uniform", "skewed"), experts):
         r, *_ = run_local_ranks(world, measure_volume, k, routing == "skewed", tokens, model_dim, num_blocks)

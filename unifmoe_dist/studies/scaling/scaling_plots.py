@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from unifmoe_dist.studies.figures.style import new_figure, save
+from unifmoe_dist.studies.figures.style import label, new_figure, save
 from unifmoe_dist.studies.scaling.cluster import Cluster, Prediction
-from unifmoe_dist.studies.scaling.cost_model import PARTS_OF_TERM, Check, workload_of
+from unifmoe_dist.studies.scaling.cost_model import PARTS_OF_TERM, Check, workload
 from unifmoe_dist.studies.scaling.grid import Point
 from unifmoe_dist.studies.scaling.point import Study
 from unifmoe_dist.studies.scaling.step_split import PARTS
@@ -66,25 +67,23 @@ def _figure(points: list[Point], study: Study, path: Path) -> Path:
     speed, volume, memory = (figure.add_subplot(grid[0, i]) for i in range(3))
     experts = sorted({p.layout.experts for p in points})
     ranks = sorted({p.layout.ranks for p in points})
-    style: dict[int, dict[str, Any]] = {
-        n: dict(color=_RANK_COLOURS[i % 7], marker=_MARKERS[i % 7], ms=5, lw=1.6) for i, n in enumerate(ranks)
-    }
-    for n in ranks:
+    for i, n in enumerate(ranks):
         mine = [p.result for p in points if p.layout.ranks == n]
         k = [p.layout.experts for p in points if p.layout.ranks == n]
-        label = f"{n} rank{'s' if n > 1 else ''}"
-        speed.plot(k, [r.tokens_per_second for r in mine], label=label, **style[n])
-        memory.plot(k, [r.memory / 1e6 for r in mine], label=label, **style[n])
+        style: dict[str, Any] = dict(color=_RANK_COLOURS[i % 7], marker=_MARKERS[i % 7], ms=5, lw=1.6)
+        style["label"] = f"{n} rank{'s' if n > 1 else ''}"
+        speed.plot(k, [r.tokens_per_second for r in mine], **style)
+        memory.plot(k, [r.memory / 1e6 for r in mine], **style)
         if n > 1:
-            volume.plot(k, [r.tutel_bytes / 1e3 for r in mine], ls="--", **{**style[n], "marker": None})
-            volume.plot(k, [r.sent_bytes / 1e3 for r in mine], **style[n])
+            volume.plot(k, [r.tutel_bytes / 1e3 for r in mine], ls="--", **{**style, "marker": None})
+            volume.plot(k, [r.sent_bytes / 1e3 for r in mine], **style)
             volume.plot(k, [r.minimum_bytes / 1e3 for r in mine], "x", color="black", ms=7, zorder=5)
     _axes(speed, experts, "tokens per second, all ranks", "Throughput")
     _axes(memory, experts, "MB per rank", "Peak memory of training")
     _axes(volume, experts, "KB per token and layer", "Bytes between ranks, forward + backward")
     speed.legend(frameon=False)
-    if several := [n for n in ranks if n > 1]:
-        _volume_legend(volume, {n: style[n] for n in several})
+    if ranks[-1] > 1:
+        _volume_legend(volume)
     _bars(figure.add_subplot(grid[1, :]), points, experts, ranks)
     busy = max(p.result.contention for p in points)
     note = f" (up to {busy:g} CPU threads per core)" if busy > 1 else ""
@@ -98,54 +97,45 @@ def _figure(points: list[Point], study: Study, path: Path) -> Path:
     return save(figure, path)
 
 
-def _volume_legend(axis: Any, style: dict[int, dict[str, Any]]) -> None:
-    """What each line style counts, below the axes; drawn in the curves' own colour where there is one."""
-    ranks, only = next(iter(style.items())) if len(style) == 1 else (0, {"color": "grey", "marker": "o"})
+def _volume_legend(axis: Axes) -> None:
+    """What each line style counts, below the axes."""
     handles = [
-        Line2D([], [], color=only["color"], marker=only["marker"], ms=5, label="sent"),
+        Line2D([], [], color="grey", marker="o", ms=5, label="sent"),
         Line2D([], [], color="black", marker="x", ls="", ms=7, label="least possible"),
-        Line2D([], [], color=only["color"], ls="--", label="Tutel, padded"),
+        Line2D([], [], color="grey", ls="--", label="Tutel, padded"),
     ]
-    title = f"{ranks} ranks" if ranks else "line style (colours: ranks, as in Throughput)"
     sizes: dict[str, Any] = dict(fontsize=9, title_fontsize=9, columnspacing=1.2, ncols=3, frameon=False)
+    title = "line style (colours: ranks, as in Throughput)"
     axis.legend(handles=handles, title=title, loc="upper center", bbox_to_anchor=(0.5, -0.15), **sizes)
 
 
-def _axes(axis: Any, experts: list[int], ylabel: str, title: str) -> None:
+def _axes(axis: Axes, experts: list[int], ylabel: str, title: str) -> None:
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xticks(experts, [str(k) for k in experts])
     axis.xaxis.set_minor_locator(NullLocator())
-    _log_ticks(axis.yaxis, *axis.get_ylim())
-    axis.set(xlabel="residual experts K", ylabel=ylabel, title=title)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(alpha=0.25, which="both")
+    _log_ticks(axis.yaxis)
+    label(axis, "residual experts K", ylabel, title)
 
 
-def _log_ticks(axis: Any, low: float, high: float) -> None:
-    """Labelled ticks at 1, 2, 5 per decade, or evenly spaced ones where too few of these lie in the range."""
-    ticks = [t for e in range(-6, 13) for m in (1, 2, 5) if low <= (t := m * 10.0**e) <= high]
-    if len(ticks) < 3:
-        ticks = [t for t in MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(low, high) if low <= t <= high]
-    axis.set_major_locator(FixedLocator(ticks))
+def _log_ticks(axis: Axis) -> None:
+    """Labelled ticks at 1, 2, 3, 5 per decade, or evenly spaced ones where too few of these lie in the range."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.10g}"))
 
 
-def _stack(axis: Any, places: Sequence[float], values: dict[str, list[float]], width: float) -> np.ndarray:
+def _stack(axis: Axes, places: Sequence[float], values: dict[str, list[float]], width: float) -> np.ndarray:
     """Bars of milliseconds made of seconds by part; returns their tops."""
     tops = np.zeros(len(places))
     for part, seconds in values.items():
-        label, colour = _LOOKS[part]
-        axis.bar(places, 1e3 * np.array(seconds), width, bottom=tops, color=colour, label=label)
+        name, colour = _LOOKS[part]
+        axis.bar(places, 1e3 * np.array(seconds), width, bottom=tops, color=colour, label=name)
         tops += 1e3 * np.array(seconds)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(alpha=0.25, axis="y")
-    axis.set_axisbelow(True)
     return tops
 
 
-def _bars(axis: Any, points: list[Point], experts: list[int], ranks: list[int]) -> None:
+def _bars(axis: Axes, points: list[Point], experts: list[int], ranks: list[int]) -> None:
     width = 0.8 / len(ranks)
     shown = sorted(points, key=lambda p: (p.layout.experts, p.layout.ranks))
     places = [
@@ -155,21 +145,16 @@ def _bars(axis: Any, points: list[Point], experts: list[int], ranks: list[int]) 
     for x, top in zip(places, tops, strict=True):
         axis.text(x, top, f"{top:,.0f}", ha="center", va="bottom", fontsize=7)
     axis.set_xticks(places, [str(p.layout.ranks) for p in shown], fontsize=8)
+    title = "Where a step goes (mean over ranks; dispatch and all-reduce include waiting)"
+    label(axis, "", "ms per step", title)
+    axis.grid(visible=False, axis="x")
     below: dict[str, Any] = dict(textcoords="offset points", va="top")
     for i, k in enumerate(experts):
         axis.annotate(f"K = {k}", (i, 0), (0, -20), xycoords=("data", "axes fraction"), ha="center", **below)
     axis.annotate("ranks", (0, 0), (-8, -5), xycoords="axes fraction", ha="right", fontsize=8, **below)
     axis.set_xlim(-0.6, len(experts) - 0.4)
-    axis.set(ylabel="ms per step", title="Where a step goes (mean over ranks; dispatch and all-reduce include waiting)")
-    axis.legend(
-        handles=[Patch(color=_LOOKS[p][1], label=_LOOKS[p][0]) for p in PARTS],
-        frameon=False,
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.13),
-        ncols=len(PARTS),
-        fontsize=9.5,
-        columnspacing=1.2,
-    )
+    place: dict[str, Any] = dict(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=len(PARTS))
+    axis.legend(frameon=False, fontsize=9.5, columnspacing=1.2, **place)
 
 
 def plot_check(result: Check, study: Study, path: Path) -> Path:
@@ -177,21 +162,20 @@ def plot_check(result: Check, study: Study, path: Path) -> Path:
     figure = new_figure(5.2, 4.6)
     axis = figure.subplots()
     limits = []
-    for (name, points, _), colour, marker in zip(result.groups(), ("#2166ac", "#d55e00"), "oD", strict=True):
+    for (name, points), colour, marker in zip(result.points.items(), ("#2166ac", "#d55e00"), "oD", strict=True):
         measured = [1e3 * p.result.step for p in points]
-        predicted = [1e3 * sum(result.model.predict(workload_of(p, study)).values()) for p in points]
+        predicted = [1e3 * sum(result.model.predict(workload(p, study)).values()) for p in points]
         axis.scatter(measured, predicted, color=colour, marker=marker, s=28, label=name, zorder=3)
         limits += measured + predicted
-    ends = low, high = 0.8 * min(limits), 1.25 * max(limits)
+    ends = 0.8 * min(limits), 1.25 * max(limits)
     axis.plot(ends, ends, color="grey", lw=1)
     least, most = ([factor * end for end in ends] for factor in (0.8, 1.2))
     axis.fill_between(ends, least, most, color="grey", alpha=0.12, lw=0, label="within 20 %")
-    axis.set(xscale="log", yscale="log", xlim=ends, ylim=ends, title="Cost model")
-    axis.set(xlabel="measured step (ms)", ylabel="predicted step (ms)")
+    axis.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
     for ax in (axis.xaxis, axis.yaxis):
-        _log_ticks(ax, low, high)
+        _log_ticks(ax)
+    label(axis, "measured step (ms)", "predicted step (ms)", "Cost model")
     axis.legend(frameon=False)
-    axis.spines[["top", "right"]].set_visible(False)
     return save(figure, path)
 
 
@@ -202,11 +186,11 @@ def plot_predictions(predictions: Sequence[Prediction], cluster: Cluster, device
     places = range(len(predictions))
     _stack(axis, places, {term: [p.seconds[term] for p in predictions] for term in PARTS_OF_TERM}, 0.75)
     axis.set_xticks(places, [f"K = {p.experts}\nep {p.expert_parallel}" for p in predictions], fontsize=8)
-    axis.set_ylabel("predicted ms per step")
-    axis.set_title(
+    title = (
         f"{cluster.nodes} nodes x {cluster.gpus_per_node}, {cluster.node_gbps:g} / {cluster.link_gbps:g} Gbit/s "
-        f"inside / between nodes\ncompute as fitted on: {device}",
-        fontsize=10,
+        f"inside / between nodes\ncompute as fitted on: {device}"
     )
+    label(axis, "", "predicted ms per step", title)
+    axis.grid(visible=False, axis="x")
     axis.legend(frameon=False, fontsize=9)
     return save(figure, path)

@@ -32,6 +32,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--shapes",
         nargs="+",
+        action="extend",
         choices=SHAPES,
         metavar="NAME",
         help=f"the paper's layers, at its C_B or with routers as they start: {', '.join(SHAPES)} "
@@ -41,6 +42,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--models",
         nargs="*",
+        action="extend",
         choices=MODELS,
         metavar="NAME",
         help=f"whole models, inference and training step: {', '.join(MODELS)} (default: both on a GPU, "
@@ -72,7 +74,7 @@ def main(arguments: Sequence[str]) -> None:
 
     from unifmoe_dist.files import write_text
     from unifmoe_dist.studies import benchmark
-    from unifmoe_dist.studies.benchmark import plots
+    from unifmoe_dist.studies.benchmark.benchmark_plots import plot, plot_sweeps
 
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -85,11 +87,10 @@ def main(arguments: Sequence[str]) -> None:
     if kind == "bf16" and not on_gpu and not benchmark.has_fast_bf16():
         where += " (this CPU has no bf16 instructions: bf16 is emulated here)"
 
-    chosen = options.shapes or []
+    shapes, models = options.shapes or [], options.models or []
     if options.shapes is None and options.models is None and not options.sweep:
-        chosen = [name for name in SHAPES if on_gpu or name.startswith("vision")]
-    models = options.models
-    if models == []:
+        shapes = [name for name in SHAPES if on_gpu or name.startswith("vision")]
+    if options.models == []:
         models = list(MODELS) if on_gpu else ["deit-s"]
     try:
         options.output.mkdir(parents=True, exist_ok=True)
@@ -104,35 +105,34 @@ def main(arguments: Sequence[str]) -> None:
         record = {"where": where, "machine": platform.machine(), "matmul_flop_per_s": rate, key: found}
         write_text(options.output / f"{stem}{suffix}.md", "\n\n".join([where, *tables]) + "\n")
         write_text(options.output / f"{stem}{suffix}.json", json.dumps(record, indent=1))
+        printed.append(tables[-1])
 
-    for stem, names in (("benchmark", chosen), ("models", models or [])):
+    def timed(name: str) -> benchmark.Result:
+        with tqdm(desc=name, unit="round") as bar:
+            how = options.seconds or 30.0, bar.update, rate
+            if name in MODELS:
+                model = benchmark.MODELS[name]
+                batch = options.batch or (model.batch if on_gpu else model.cpu_batch)
+                return benchmark.run_model(model, device, dtype, batch, *how)
+            shape = benchmark.PAPER[name]
+            tokens = options.tokens or (shape.tokens if on_gpu else benchmark.CPU_TOKENS[name])
+            return benchmark.run_layer(replace(shape, tokens=tokens), device, dtype, *how)
+
+    for stem, key, names in (("benchmark", "layers", shapes), ("models", "models", models)):
         found: list[benchmark.Result] = []
         for name in names:
-            with tqdm(desc=name, unit="round") as bar:
-                rest = (options.seconds or 30.0, bar.update, rate)
-                if stem == "models":
-                    model = benchmark.MODELS[name]
-                    batch = options.batch or (model.batch if on_gpu else model.cpu_batch)
-                    found.append(benchmark.run_model(model, device, dtype, batch, *rest))
-                else:
-                    shape = benchmark.PAPER[name]
-                    tokens = options.tokens or (shape.tokens if on_gpu else benchmark.CPU_TOKENS[name])
-                    found.append(benchmark.run_layer(replace(shape, tokens=tokens), device, dtype, *rest))
-            tables = [benchmark.table(result) for result in found]
-            plots.plot(found, where, options.output / f"{stem}{suffix}.png")
-            save(stem, "models" if stem == "models" else "layers", [asdict(result) for result in found], tables)
-            printed.append(tables[-1])
+            found.append(timed(name))
+            plot(found, where, options.output / f"{stem}{suffix}.png")
+            save(stem, key, [asdict(result) for result in found], [benchmark.table(result) for result in found])
 
     swept: dict[str, list[benchmark.Result]] = {}
-    for name, shapes in benchmark.sweeps(on_gpu).items() if options.sweep else ():
-        swept[name] = []
-        for shape in tqdm(shapes, desc=f"sweep of {name}"):
-            seconds = options.seconds or 5.0
-            swept[name].append(benchmark.run_layer(shape, device, dtype, seconds, lambda: None, rate, brief=True))
-        tables = [benchmark.sweep_table(key, results) for key, results in swept.items()]
-        plots.plot_sweeps(swept, where, options.output / f"sweep{suffix}.png")
-        save("sweep", "sweeps", {key: [asdict(r) for r in results] for key, results in swept.items()}, tables)
-        printed.append(tables[-1])
+    for key, several in benchmark.sweeps(on_gpu).items() if options.sweep else ():
+        how = options.seconds or 5.0, lambda: None, rate
+        bar = tqdm(several, desc=f"sweep of {key}")
+        swept[key] = [benchmark.run_layer(shape, device, dtype, *how, brief=True) for shape in bar]
+        plot_sweeps(swept, where, options.output / f"sweep{suffix}.png")
+        record = {key: [asdict(r) for r in results] for key, results in swept.items()}
+        save("sweep", "sweeps", record, [benchmark.sweep_table(key, results) for key, results in swept.items()])
 
     print("\n" + "\n\n".join(printed) + "\n")
     print(f"table, JSON and plots: {options.output}")

@@ -20,10 +20,10 @@ from tests.support.jobs import run_job
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.studies import benchmark
-from unifmoe_dist.studies.benchmark import layers as layers_module
-from unifmoe_dist.studies.benchmark import plots
+from unifmoe_dist.studies.benchmark import benchmark_plots as plots
+from unifmoe_dist.studies.benchmark import one_layer
 from unifmoe_dist.studies.benchmark.contenders import Subject
-from unifmoe_dist.studies.benchmark.layers import dense_ffn
+from unifmoe_dist.studies.benchmark.one_layer import dense_ffn
 from unifmoe_dist.studies.benchmark.peers import PEERS, reason
 from unifmoe_dist.studies.meters import kept_for_backward
 
@@ -269,7 +269,7 @@ def test_whole_models(build, inputs, layers, tmp_path):
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_rows_in_bf16_are_there_or_said_to_be_left_out(fast, monkeypatch):
-    monkeypatch.setattr(layers_module, "has_fast_bf16", lambda: fast)
+    monkeypatch.setattr(one_layer, "has_fast_bf16", lambda: fast)
     result = benchmark.run_layer(replace(SMALL, tokens=8), CPU, torch.float32, 0.0, lambda: None, 1e9, brief=True)
     names = ("dense FFN in bf16", "UniF-MoE in bf16")
     assert [t.contender for t in result.timings if "bf16" in t.contender] == [*names] * fast
@@ -338,6 +338,12 @@ def command():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_names_given_twice_count_twice(command):
+    options = command.parse("--shapes vision --models --models deit-s --shapes language --models bert-large".split())
+    assert options.shapes == ["vision", "language"] and options.models == ["deit-s", "bert-large"]
+    assert command.parse([]).shapes is None and command.parse(["--models"]).models == []
 
 
 @pytest.mark.parametrize("option", ["--tokens", "--batch", "--seconds", "--threads"])

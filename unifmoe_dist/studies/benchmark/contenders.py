@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from unifmoe_dist.studies import timing
+from unifmoe_dist.studies import meters, timing
 from unifmoe_dist.studies.benchmark.peers import reason
 from unifmoe_dist.studies.benchmark.shapes import Shape
 
@@ -96,6 +96,50 @@ def prepare(
                 raise
             skipped[candidate.name] = reason(error)
     return subjects, skipped
+
+
+def ready(contender: Contender, inputs: Callable[[], tuple[Tensor, ...]], optimised: bool = False) -> Subject:
+    """Build and warm up (compilers, allocators) a contender, and measure its memory on the way.
+
+    Args:
+        contender: What to time.
+        inputs: Makes the arguments of a training pass; those of inference are the same.
+        optimised: Whether training makes AdamW's step too, as for a whole model, which inference puts in evaluation.
+    """
+    module, given = contender.build(), inputs()
+    device = given[0].device
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-6, foreach=device.type == "cuda") if optimised else None
+
+    def forward() -> Tensor:
+        with contender.context():
+            output = module(*inputs())
+        return output if isinstance(output, Tensor) else output.logits
+
+    def infer() -> None:
+        if optimised:
+            module.eval()
+        with torch.no_grad(), contender.context():
+            module(*given)
+
+    def train() -> None:
+        if optimised:
+            module.train()
+        y = forward()
+        y.backward(torch.ones_like(y))
+        if optimizer is not None:
+            optimizer.step()
+        module.zero_grad(set_to_none=True)
+
+    infer()
+    train()
+    found = Timing(contender.name, contender.work, kept=meters.kept_for_backward(forward, module.parameters()))
+    found.peak = meters.peak_beyond(train, device)
+    if optimizer is not None:
+        states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        lasting = sum(t.nbytes for t in [*module.parameters(), *module.buffers(), *states])
+        found.held = lasting + sum(p.nbytes for p in module.parameters() if p.requires_grad)
+        found.peak = None if found.peak is None else lasting + found.peak
+    return Subject(found, infer, train, contender.peer)
 
 
 def measure(

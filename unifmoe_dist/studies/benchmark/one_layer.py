@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.kernels import use_kernels
-from unifmoe_dist.studies import meters
-from unifmoe_dist.studies.benchmark.contenders import Contender, Result, Subject, Timing, measure, prepare
+from unifmoe_dist.studies.benchmark.contenders import Contender, Result, measure, prepare, ready
 from unifmoe_dist.studies.benchmark.grouped_mm import GroupedMM
 from unifmoe_dist.studies.benchmark.peers import PEERS, Unavailable
 from unifmoe_dist.studies.benchmark.shapes import Shape, at_operating_point
@@ -98,35 +97,10 @@ def run_layer(
     torch.manual_seed(0)
     x = torch.randn(shape.tokens, shape.dim).to(device, dtype)
     candidates = contenders(shape, x, top_ks=(2,) if brief else (1, 2), reference=not brief)
-    subjects, skipped = prepare(candidates, lambda contender: _ready(contender, x))
+    subjects, skipped = prepare(candidates, lambda contender: ready(contender, lambda: (x.detach().requires_grad_(),)))
     skipped |= measure(subjects, device, seconds, on_round)
     sizes = f"N={shape.tokens}, d={shape.dim}, H={shape.hidden}, K={shape.experts}, B={shape.blocks}"
     if shape.block_compute is None:
         sizes += ", router as it starts"
     flops = 4.0 * shape.tokens * shape.dim * shape.hidden
     return Result(shape.name, sizes, flops, rate, [s.timing for s in subjects], skipped, shape)
-
-
-def _ready(contender: Contender, x: Tensor) -> Subject:
-    """Build and warm up (compilers, allocators) a layer, and measure its memory on the way."""
-    module = contender.build()
-
-    def infer() -> Tensor:
-        with torch.no_grad(), contender.context():
-            return module(x)
-
-    def forward() -> Tensor:
-        leaf = x.detach().requires_grad_()
-        with contender.context():
-            return module(leaf)
-
-    def train() -> None:
-        y = forward()
-        y.backward(torch.ones_like(y))
-        module.zero_grad(set_to_none=True)
-
-    infer()
-    train()
-    timing = Timing(contender.name, contender.work, kept=meters.kept_for_backward(forward, module.parameters()))
-    timing.peak = meters.peak_beyond(train, x.device)
-    return Subject(timing, infer, train, contender.peer)

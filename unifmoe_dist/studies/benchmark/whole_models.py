@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from unifmoe_dist.layer import UniFMoELayer
-from unifmoe_dist.studies import meters
-from unifmoe_dist.studies.benchmark.contenders import Contender, Result, Subject, Timing, measure, prepare
+from unifmoe_dist.studies.benchmark.contenders import Contender, Result, measure, prepare, ready
 from unifmoe_dist.studies.benchmark.peers import PEERS, Peer
 from unifmoe_dist.studies.benchmark.shapes import Shape, at_operating_point
 from unifmoe_dist.upcycling import moe_layers, upcycle
@@ -119,41 +118,10 @@ def run_model(
         Contender("UniF-MoE", ours, work(model.block_compute / model.blocks)),
         Contender("Transformers Mixtral top-2", top_2, work(2), peer=True),
     ]
-    subjects, skipped = prepare(versions, lambda version: _ready(version, inputs))
+    subjects, skipped = prepare(versions, lambda version: ready(version, lambda: inputs, optimised=True))
     skipped |= measure(subjects, device, seconds, on_round)
     sizes = f"batch {batch}, layers {list(model.layers)}, K={model.experts}, B={model.blocks}"
     return Result(model.name, sizes, flops, rate, [s.timing for s in subjects], skipped)
-
-
-def _ready(version: Contender, inputs: tuple[Tensor, ...]) -> Subject:
-    network = version.build()
-    device = inputs[0].device
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-6, foreach=device.type == "cuda")
-
-    def forward() -> Tensor:
-        output = network(*inputs)
-        return output if isinstance(output, Tensor) else output.logits
-
-    def infer() -> None:
-        network.eval()
-        with torch.no_grad():
-            forward()
-
-    def train() -> None:
-        network.train()
-        forward().float().logsumexp(-1).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    infer()
-    train()
-    timing = Timing(version.name, version.work, kept=meters.kept_for_backward(forward, network.parameters()))
-    states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-    lasting = sum(t.nbytes for t in [*network.parameters(), *network.buffers(), *states])
-    timing.held = lasting + sum(p.nbytes for p in network.parameters() if p.requires_grad)
-    beyond = meters.peak_beyond(train, device)
-    timing.peak = None if beyond is None else lasting + beyond
-    return Subject(timing, infer, train, version.peer)
 
 
 def _per_token(self: Any, x: Tensor) -> Tensor:

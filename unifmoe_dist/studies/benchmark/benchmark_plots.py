@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator, ScalarFormatter
 
 from unifmoe_dist.studies.benchmark.contenders import Result
-from unifmoe_dist.studies.figures.style import new_figure, save
+from unifmoe_dist.studies.figures.style import label, new_figure, save
 
 COLOURS = {"forward": "tab:blue", "training": "tab:orange"}
 LABELS = {"forward": "forward", "training": "forward + backward"}
@@ -19,16 +19,14 @@ SWEPT = {"N": "tokens N", "d": "model width d", "K": "residual experts K"}
 
 def plot(results: list[Result], where: str, path: Path) -> Path:
     """One panel per layer or model; a black mark shows the arithmetic of each contender, its floor."""
-    layers = results[0].shape is not None
     tallest = max(len(result.timings) for result in results)
     figure = new_figure(7.2 * len(results), 1.4 + 0.42 * tallest)
     axes = figure.subplots(1, len(results), squeeze=False)[0]
     for axis, result in zip(axes, results, strict=True):
         _bars(axis, result)
-        axis.set_xlabel("time, in dense FFNs" if layers else "time, in dense models")
     handles, labels = axes[0].get_legend_handles_labels()
-    if not layers:
-        labels = [{"forward": "inference", LABELS["training"]: "training step"}.get(label, label) for label in labels]
+    if results[0].shape is None:
+        labels = [{"forward": "inference", LABELS["training"]: "training step"}.get(name, name) for name in labels]
     figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=3, fontsize=9, markerscale=0.4)
     figure.suptitle(where, fontsize=11)
     return save(figure, path)
@@ -45,9 +43,10 @@ def _bars(axis: Axes, result: Result) -> None:
     axis.set_yticks(rows, [t.contender for t in result.timings])
     longest = (result.ratio(t, kind) for t in result.timings for kind in COLOURS)
     axis.set_xlim(0, 1.15 * max(*longest, *floors.values()))
-    axis.set_title(f"{result.name}: {result.sizes}", fontsize=9)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(axis="x", alpha=0.25)
+    label(
+        axis, "time, in dense FFNs" if result.shape else "time, in dense models", "", f"{result.name}: {result.sizes}"
+    )
+    axis.grid(visible=False, axis="y")
 
 
 def plot_sweeps(sweeps: dict[str, list[Result]], where: str, path: Path) -> Path:
@@ -72,10 +71,9 @@ def plot_sweeps(sweeps: dict[str, list[Result]], where: str, path: Path) -> Path
                 axis.plot(list(points), list(points.values()), "o-", color=f"C{number}", label=contender, markersize=4)
             _log_axis(axis)
         fixed = ", ".join(f"{letter}={size}" for letter, size in _sizes(results[0]).items() if letter != swept)
-        axes[0][column].set_title(f"{name}: {fixed}", fontsize=9)
-        axes[1][column].set_xlabel(SWEPT[swept])
-    for axis, kind in zip(axes[:, 0], COLOURS, strict=True):
-        axis.set_ylabel(f"{LABELS[kind]}: time / floor")
+        ylabels = [f"{LABELS[kind]}: time / floor" if column == 0 else "" for kind in COLOURS]
+        label(axes[0][column], "", ylabels[0], f"{name}: {fixed}")
+        label(axes[1][column], SWEPT[swept], ylabels[1])
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=4, fontsize=9)
     figure.suptitle(where, fontsize=11)
@@ -92,8 +90,6 @@ def _log_axis(axis: Axes) -> None:
     axis.xaxis.set_major_formatter(ScalarFormatter())
     axis.xaxis.set_minor_formatter(NullFormatter())
     axis.tick_params(labelsize=8, which="both")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(alpha=0.25)
 
 
 def _sizes(result: Result) -> dict[str, int]:

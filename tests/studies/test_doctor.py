@@ -22,7 +22,7 @@ from tests.support.tiny_images import make_benchmark
 from unifmoe_dist.console import COMMANDS
 from unifmoe_dist.runtime.launchers import free_port
 from unifmoe_dist.studies import doctor
-from unifmoe_dist.studies.doctor import data_sets, findings, gpus, machine, network, software
+from unifmoe_dist.studies.doctor import connections, data_sets, findings, gpus, software
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,7 +95,7 @@ def test_problems_are_counted(monkeypatch, capsys, tmp_path):
 
 
 def test_what_is_missing_comes_with_advice(monkeypatch):
-    for module in (software, gpus, network):
+    for module in (software, gpus, connections):
         monkeypatch.setattr(module, "version_of", lambda package: None)
     monkeypatch.setattr(shutil, "which", lambda tool, *rest: None)
     monkeypatch.setattr(software.importlib.util, "find_spec", lambda name: None)
@@ -171,37 +171,37 @@ def test_where_the_host_name_leads(address, status, monkeypatch):
         return address
 
     monkeypatch.setattr(socket, "gethostbyname", look_up)
-    (finding,) = network.names()
+    (finding,) = connections.names()
     assert finding.status == status and bool(finding.advice) == (status == "note")
 
 
 def test_interfaces_that_are_named_but_not_there(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
-    finding = next(network.interfaces())
+    finding = next(connections.interfaces())
     assert finding.status == "problem" and "GLOO_SOCKET_IFNAME is nowhere0" in finding.text
     check_commands(finding)
     for fine in ("lo", "^docker", "=lo"):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", fine)
-        assert all(finding.status != "problem" for finding in network.interfaces())
+        assert all(finding.status != "problem" for finding in connections.interfaces())
 
 
 def test_a_port_that_is_taken(monkeypatch):
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
-        monkeypatch.setattr(network, "PORT", other.getsockname()[1])
-        (finding,) = network.port()
+        monkeypatch.setattr(connections, "PORT", other.getsockname()[1])
+        (finding,) = connections.port()
         assert finding.status == "note" and "in use" in finding.text
         check_commands(finding)
-    monkeypatch.setattr(network, "PORT", free_port())
-    (finding,) = network.port()
+    monkeypatch.setattr(connections, "PORT", free_port())
+    (finding,) = connections.port()
     assert finding.status == "ok"
 
 
 def test_variables_of_a_launcher(monkeypatch):
-    assert not list(network.launcher_variables())
+    assert not list(connections.launcher_variables())
     monkeypatch.setenv("WORLD_SIZE", "2")
-    (finding,) = network.launcher_variables()
+    (finding,) = connections.launcher_variables()
     assert "WORLD_SIZE set here" in finding.text
     check_commands(finding)
 
@@ -211,10 +211,9 @@ def test_variables_of_a_launcher(monkeypatch):
     [("import time; time.sleep(60)", "did not come within 1 s"), ("exit('no route')", "failed: no route")],
 )
 def test_ranks_that_do_not_meet(program, words, monkeypatch, tmp_path):
-    (tmp_path / "probe.py").write_text(program)
-    monkeypatch.setattr(network, "__file__", str(tmp_path / "network.py"))
-    monkeypatch.setattr(network, "SECONDS", 1.0 if "sleep" in program else 30.0)
-    finding = network._summed("gloo", 2, "`export GLOO_SOCKET_IFNAME=lo`")
+    monkeypatch.setattr(connections, "ADD_UP", program)
+    monkeypatch.setattr(connections, "SECONDS", 1.0 if "sleep" in program else 30.0)
+    finding = connections._summed("gloo", 2, "`export GLOO_SOCKET_IFNAME=lo`")
     assert finding.status == "problem" and words in finding.text
 
 
@@ -224,7 +223,7 @@ def test_ranks_that_do_not_meet(program, words, monkeypatch, tmp_path):
 def test_a_small_machine(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: type("Usage", (), {"free": 1e9, "total": 6e7}))
-    found = [finding for check in (machine.capacity, machine.shared_memory, machine.threads) for finding in check()]
+    found = list(software.capacity())
     assert [finding.status for finding in found] == ["ok", "note", "note", "note"]
     for finding in found:
         check_commands(finding)

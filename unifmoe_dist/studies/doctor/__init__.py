@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from unifmoe_dist.studies.doctor import data_sets, gpus, machine, network, software
+from unifmoe_dist.studies.doctor import connections, data_sets, gpus, software
 from unifmoe_dist.studies.doctor.findings import SETUP, Finding, problem
 
 __all__ = ["Finding", "examine"]
@@ -24,14 +24,12 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     software.tutel,
     software.mpi,
     software.models,
-    network.names,
-    network.interfaces,
-    network.port,
-    network.launcher_variables,
-    network.backends,
-    machine.capacity,
-    machine.shared_memory,
-    machine.threads,
+    connections.names,
+    connections.interfaces,
+    connections.port,
+    connections.launcher_variables,
+    connections.backends,
+    software.capacity,
 )
 
 

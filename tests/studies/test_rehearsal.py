@@ -216,7 +216,9 @@ def test_torchrun_restarts_a_run_by_itself(whole, tmp_path):
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), timeout=240
     )
-    assert done.returncode == 0 and done.stdout.count("rank 0 stops because rank 1 was lost") == 1, done.stdout
+    # torchrun looks every 0.1 s and may end rank 0 before it has said why it stops
+    assert done.returncode == 0 and done.stdout.count("rank 0 stops because rank 1 was lost") <= 1, done.stdout
+    assert "exitcode: -9) local_rank: 1" in done.stdout, done.stdout
     assert losses(tmp_path) == whole
 
 

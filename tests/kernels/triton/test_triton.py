@@ -90,14 +90,15 @@ def test_kernels_compile_and_fit(architecture, dtype, rate, monkeypatch):
     kernels = compiled_launches(both_passes, architecture, monkeypatch)
     names = {k.name for k in kernels}
     assert {
-        "forward_kernel",
-        "backward_kernel",
+        "ffn_kernel",
         "weight_grad_kernel",
         "columns_kernel",
         "route_kernel",
         "_scan_kernel",
         "_fill_kernel",
     } <= names
+    passes = {backward for k in kernels for backward in (True, False) if f"'BACKWARD': {backward}" in k.choices}
+    assert passes == {True, False}
     for kernel in kernels:
         assert kernel.shared_memory <= SHARED_MEMORY[architecture] * 1024, kernel
 
@@ -118,14 +119,14 @@ def test_launches(dtype, block, masked, monkeypatch):
         "_scan_kernel",
         "add_.Tensor",
         "_fill_kernel",
-        "forward_kernel",
+        "ffn_kernel",
         "combine_kernel",
     ]
     backward = launches(lambda: outputs[0].backward(outputs[0].detach()), monkeypatch)
     half = [] if dtype == torch.float32 else ["_to_copy.default"]
     assert backward == [
         "_fill_kernel",
-        "backward_kernel",
+        "ffn_kernel",
         "weight_grad_kernel",
         "weight_grad_kernel",
         "bias_grad_kernel",

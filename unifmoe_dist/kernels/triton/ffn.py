@@ -38,8 +38,7 @@ from unifmoe_dist.experts import ExpertWeights
 from unifmoe_dist.kernels import tile_sizes
 from unifmoe_dist.kernels.dropout import HiddenDropout
 from unifmoe_dist.kernels.triton.dropout import dropout_arguments
-from unifmoe_dist.kernels.triton.ffn_backward import backward_kernel
-from unifmoe_dist.kernels.triton.ffn_forward import forward_kernel
+from unifmoe_dist.kernels.triton.ffn_kernel import ffn_kernel
 from unifmoe_dist.kernels.triton.ffn_reductions import bias_grad_kernel, gate_grad_kernel, weight_grad_kernel
 from unifmoe_dist.kernels.triton.math import DTYPES, power_of_two
 from unifmoe_dist.kernels.triton.plan import GroupOffsets, count_groups, make_plan
@@ -111,6 +110,12 @@ def triton_block_ffn(
         return output.to(x_ND.dtype)
 
 
+def _choices(ctx: Any, has_shared: bool, has_bias: bool) -> dict[str, Any]:
+    """What both passes compile into the kernel."""
+    given = dict(ACTIVATION=ctx.activation, HAS_SHARED=has_shared, HAS_BIAS=has_bias, ATOMIC=ctx.options.atomic)
+    return given | dropout_arguments(ctx.dropout)
+
+
 class _TritonBlockFFN(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0913
@@ -143,28 +148,11 @@ class _TritonBlockFFN(torch.autograd.Function):
         ctx.save_for_backward(x, gates, blocks, offsets.earlier, offsets.totals, *tensors)
         plan = make_plan(gates, blocks, offsets, shape.tile_rows, has_shared, shape.parts)
         rounds = Rounds(x, plan, shape, shape.row_bytes, options.atomic, one_round=options.atomic)
+        bank = (x, gates, shared_keys, keys, shared_key_bias, key_bias, shared_values, values)
+        choices = _choices(ctx, has_shared, has_bias)
         for first in rounds:
-            forward_kernel[(rounds.tiles,)](
-                x,
-                gates,
-                shared_keys,
-                keys,
-                shared_key_bias,
-                key_bias,
-                shared_values,
-                values,
-                rounds.rows,
-                plan.rows,
-                plan.tile_group,
-                plan.tile_count,
-                plan.num_tiles,
-                first,
-                ACTIVATION=activation,
-                HAS_SHARED=has_shared,
-                HAS_BIAS=has_bias,
-                ATOMIC=options.atomic,
-                **shape.tile_arguments(),
-                **dropout_arguments(dropout),
+            ffn_kernel[(rounds.tiles,)](
+                *bank, rounds.rows, *[None] * 5, *plan.tiles, first, BACKWARD=False, **shape.tile_arguments(), **choices
             )
             rounds.combine(first, gates, shared_value_bias, value_bias)
         return rounds.output
@@ -191,33 +179,22 @@ class _TritonBlockFFN(torch.autograd.Function):
         wanted = ctx.needs_input_grad[-len(tensors) :]
         grads = [torch.empty_like(t) if t is not None else None for t in tensors]
         common = dict(B=shape.blocks, M=shape.width, HAS_SHARED=has_shared)
+        bank = (x, gates, shared_keys, keys, shared_key_bias, key_bias, shared_values, values)
+        choices = _choices(ctx, has_shared, has_bias)
         for first in rounds:
-            backward_kernel[(rounds.tiles,)](
-                x,
-                grad_y,
-                gates,
-                shared_keys,
-                keys,
-                shared_key_bias,
-                key_bias,
-                shared_values,
-                values,
+            ffn_kernel[(rounds.tiles,)](
+                *bank,
                 rounds.rows,
+                grad_y,
                 hidden,
                 grad_pre,
                 grad_gate,
                 grad_bias,
-                plan.rows,
-                plan.tile_group,
-                plan.tile_count,
-                plan.num_tiles,
+                *plan.tiles,
                 first,
-                ACTIVATION=ctx.activation,
-                HAS_SHARED=has_shared,
-                HAS_BIAS=has_bias,
-                ATOMIC=options.atomic,
+                BACKWARD=True,
                 **shape.tile_arguments(),
-                **dropout_arguments(ctx.dropout),
+                **choices,
             )
             for channels, source, index in ((hidden, grad_y, 1), (grad_pre, x, 0)):
                 if not (wanted[index] or wanted[index + 4]):

@@ -78,9 +78,7 @@ def gather_product(
 
 @triton.jit
 def spread_product(
-    h0,
-    h1,
-    h2,
+    channels,
     weights,
     out,
     token,
@@ -97,6 +95,7 @@ def spread_product(
 ):
     """Store channels @ weights as rows of the workspace, or add them to the rows of their tokens."""
     EVEN: tl.constexpr = (D % BLOCK_D == 0) and (SUB * NUM_SUB == M)
+    h0, h1, h2 = channels
     channel = tl.arange(0, SUB)[:, None]
     if ATOMIC:
         rows = out + token.to(tl.int64)[:, None] * D

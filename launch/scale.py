@@ -68,24 +68,46 @@ def main(arguments: Sequence[str]) -> None:
         from unifmoe_dist.studies.scaling.volume import volume_table
 
         print(volume_table())
-    elif options.predict is not None:
+        return
+    if options.predict is not None:
         known.refuse_others(arguments, PREDICTION, "--predict reads a sweep that was measured before")
-        predict(options)
-    else:
-        if flags := " ".join(flag for name, flag in known.given(arguments).items() if name in PREDICTION):
-            raise UserError(f"{flags} belongs to --predict RUN, which is not given; add it, or leave {flags} out.")
+    elif flags := " ".join(flag for name, flag in known.given(arguments).items() if name in PREDICTION):
+        raise UserError(f"{flags} belongs to --predict RUN, which is not given; add it, or leave {flags} out.")
+    from unifmoe_dist.studies.scaling import cost_model, scaling_plots, scaling_study
+
+    folder = options.predict or options.output
+    if options.predict is None:
         sweep(options)
+    study, points = scaling_study.read_study(folder), scaling_study.read_points(folder)
+    try:
+        found = cost_model.check(points, study)
+    except UserError as error:
+        if options.predict is not None:
+            raise
+        print(f"no cost model: {error}")
+        return
+    cost_model.save_model(found, folder / "cost_model.json")
+    plot = scaling_plots.plot_check(found, study, folder / "cost_model.png")
+    print(f"\n{cost_model.format_check(found)}\nplot: {plot}")
+    if options.predict is not None:
+        latencies = 1e-6 * options.node_latency_us, 1e-6 * options.link_latency_us
+        speeds = options.node_gbps, options.link_gbps
+        cluster = cost_model.Cluster(options.nodes, options.gpus_per_node, *speeds, *latencies)
+        predictions = cost_model.predict_cluster(found.model, points, study, cluster)
+        device = points[0].result.device
+        plot = scaling_plots.plot_predictions(predictions, cluster, device, folder / "prediction.png")
+        print(f"\n{cost_model.format_predictions(predictions, cluster, device)}\n\nplot: {plot}")
 
 
 def sweep(options: argparse.Namespace) -> None:
-    from unifmoe_dist.studies.scaling import grid as scaling
-    from unifmoe_dist.studies.scaling.point import Study
+    from unifmoe_dist.studies.scaling import scaling_study
+    from unifmoe_dist.studies.scaling.measured_step import Study
     from unifmoe_dist.studies.scaling.scaling_plots import plot_study
 
     study = Study(**{field.name: getattr(options, field.name) for field in fields(Study)})
-    layouts, left_out = scaling.grid(
+    layouts, left_out = scaling_study.grid(
         options.experts or [2, 4, 8, 16, 32, 64],
-        options.ranks or scaling.default_ranks(),
+        options.ranks or scaling_study.default_ranks(),
         options.expert_parallel_size or [0],
         options.batch or [32],
         options.dispatcher or ["auto"],
@@ -93,40 +115,9 @@ def sweep(options: argparse.Namespace) -> None:
     )
     if left_out:
         print(f"{left_out} combinations left out: the expert-parallel size must divide both K and the ranks.")
-    points = scaling.run_study(layouts, study, options.output)
-    print(scaling.format_points(points))
+    points = scaling_study.run_study(layouts, study, options.output)
+    print(scaling_study.format_points(points))
     print(f"\nplot: {', '.join(map(str, plot_study(points, study, options.output)))}")
-    try:
-        fit(options.output)
-    except UserError as error:
-        print(f"no cost model: {error}")
-
-
-def predict(options: argparse.Namespace) -> None:
-    from unifmoe_dist.studies.scaling import grid as scaling
-    from unifmoe_dist.studies.scaling.cluster import Cluster, format_predictions, predict_cluster
-    from unifmoe_dist.studies.scaling.scaling_plots import plot_predictions
-
-    latencies = 1e-6 * options.node_latency_us, 1e-6 * options.link_latency_us
-    cluster = Cluster(options.nodes, options.gpus_per_node, options.node_gbps, options.link_gbps, *latencies)
-    study, points = scaling.read_study(options.predict), scaling.read_points(options.predict)
-    predictions = predict_cluster(fit(options.predict), points, study, cluster)
-    device = points[0].result.device
-    print("\n" + format_predictions(predictions, cluster, device))
-    print(f"\nplot: {plot_predictions(predictions, cluster, device, options.predict / 'prediction.png')}")
-
-
-def fit(folder: Path):  # type: ignore[no-untyped-def]  # a CostModel; its module is loaded when needed
-    """Fit the cost model to a study, write it and its plot beside it, and print it."""
-    from unifmoe_dist.studies.scaling import cost_model
-    from unifmoe_dist.studies.scaling import grid as scaling
-    from unifmoe_dist.studies.scaling.scaling_plots import plot_check
-
-    study = scaling.read_study(folder)
-    result = cost_model.check(scaling.read_points(folder), study)
-    cost_model.save_model(result, folder / "cost_model.json")
-    print(f"\n{cost_model.format_check(result)}\nplot: {plot_check(result, study, folder / 'cost_model.png')}")
-    return result.model
 
 
 if __name__ == "__main__":

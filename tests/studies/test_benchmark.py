@@ -19,17 +19,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.support.jobs import run_job
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.studies import benchmark
-from unifmoe_dist.studies.benchmark import benchmark_plots as plots
-from unifmoe_dist.studies.benchmark import one_layer
-from unifmoe_dist.studies.benchmark.contenders import Subject
-from unifmoe_dist.studies.benchmark.one_layer import dense_ffn
-from unifmoe_dist.studies.benchmark.peers import PEERS, reason
+from unifmoe_dist.studies.benchmark import benchmark_results as results_of
+from unifmoe_dist.studies.benchmark import layers_and_models as benchmark
+from unifmoe_dist.studies.benchmark import side_by_side
+from unifmoe_dist.studies.benchmark.layers_and_models import dense_ffn
+from unifmoe_dist.studies.benchmark.peers import PEERS, Shape, reason
+from unifmoe_dist.studies.benchmark.side_by_side import Contender, Subject, Timing
 from unifmoe_dist.studies.meters import kept_for_backward
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
-SMALL = benchmark.Shape("small", 40, 48, 96, 4, 4, 5.0)
+SMALL = Shape("small", 40, 48, 96, 4, 4, 5.0)
 
 
 @pytest.mark.parametrize("shape", [benchmark.VISION, benchmark.LANGUAGE])
@@ -140,8 +140,7 @@ def test_a_peer_that_cannot_run_says_why(library, name):
 def test_scattermoe_in_the_interpreter():
     code = """
 import torch
-from unifmoe_dist.studies.benchmark import Shape
-from unifmoe_dist.studies.benchmark.peers import PEERS
+from unifmoe_dist.studies.benchmark.peers import PEERS, Shape
 torch.manual_seed(0)
 layer = PEERS["ScatterMoE"](Shape("small", 32, 64, 128, 4, 4), 2, torch.device("cpu"), torch.float32)
 x = torch.randn(32, 64, requires_grad=True)
@@ -167,18 +166,18 @@ def fails(message="it broke\nand here is why"):
 def test_a_failing_peer_never_ends_the_benchmark():
     def ready(contender):
         contender.build()
-        return Subject(benchmark.Timing(contender.name, 1.0), lambda: None, lambda: None, contender.peer)
+        return Subject(Timing(contender.name, 1.0), lambda: None, lambda: None, contender.peer)
 
-    good = benchmark.Contender("good", lambda: nn.Identity(), 1.0)
-    bad = benchmark.Contender("bad", fails, 1.0, peer=True)
-    late = benchmark.Contender("late", lambda: nn.Identity(), 1.0, peer=True)
-    subjects, skipped = benchmark.prepare([good, bad, late], ready)
+    good = Contender("good", lambda: nn.Identity(), 1.0)
+    bad = Contender("bad", fails, 1.0, peer=True)
+    late = Contender("late", lambda: nn.Identity(), 1.0, peer=True)
+    subjects, skipped = side_by_side.prepare([good, bad, late], ready)
     assert skipped == {"bad": "RuntimeError: it broke"}
     subjects[1].train = partial(fails, "out of memory")
-    assert benchmark.measure(subjects, CPU, 0.0, lambda: None) == {"late": "RuntimeError: out of memory"}
+    assert side_by_side.measure(subjects, CPU, 0.0, lambda: None) == {"late": "RuntimeError: out of memory"}
     assert [s.timing.contender for s in subjects] == ["good"] and len(subjects[0].timing.training) == 3
     with pytest.raises(RuntimeError, match="it broke"):  # our own faults are not swallowed
-        benchmark.prepare([replace(bad, peer=False)], ready)
+        side_by_side.prepare([replace(bad, peer=False)], ready)
 
 
 # -- memory ---------------------------------------------------------------------------------------------------------
@@ -262,21 +261,21 @@ def test_whole_models(build, inputs, layers, tmp_path):
     steps = 4 * len(parameters)  # AdamW's step counts
     assert dense.held - steps == pytest.approx(16 * sum(p.numel() for p in parameters), rel=0.02)  # buffers besides
     assert dense.held < ours.held and dense.kept > 0
-    text = benchmark.table(result)
+    text = results_of.table(result)
     assert "training step / floor" in text and text.count("\n| UniF-MoE |") == 1
-    assert plots.plot([result], "here", tmp_path / "models.png").stat().st_size > 10_000
+    assert results_of.plot([result], "here", tmp_path / "models.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_rows_in_bf16_are_there_or_said_to_be_left_out(fast, monkeypatch):
-    monkeypatch.setattr(one_layer, "has_fast_bf16", lambda: fast)
+    monkeypatch.setattr(benchmark, "has_fast_bf16", lambda: fast)
     result = benchmark.run_layer(replace(SMALL, tokens=8), CPU, torch.float32, 0.0, lambda: None, 1e9, brief=True)
     names = ("dense FFN in bf16", "UniF-MoE in bf16")
     assert [t.contender for t in result.timings if "bf16" in t.contender] == [*names] * fast
     left_out = {name: why for name, why in result.skipped.items() if "bf16" in name}
     why = "this CPU has no bf16 instructions (avx512_bf16 or amx_bf16)"
     assert left_out == ({} if fast else dict.fromkeys(names, why))
-    text = benchmark.table(result)
+    text = results_of.table(result)
     assert all(name in text for name in names) and ("no bf16 instructions" in text) != fast
 
 
@@ -285,8 +284,8 @@ def test_one_kind_of_benchmark_leaves_the_results_of_others(command, tmp_path, m
     timed = [benchmark.run_layer(replace(SMALL, tokens=8), CPU, torch.float32, 0.0, lambda: None, 1e9, brief=True)]
     monkeypatch.setattr(benchmark, "run_layer", lambda *args, **more: timed[0])
     monkeypatch.setattr(benchmark, "run_model", lambda *args, **more: timed[0])
-    monkeypatch.setattr(benchmark, "matmul_rate", lambda *args: 1e9)
-    monkeypatch.setattr(plots, "plot", lambda results, where, path: path.write_text("picture"))
+    monkeypatch.setattr(side_by_side, "matmul_rate", lambda *args: 1e9)
+    monkeypatch.setattr(results_of, "plot", lambda results, where, path: path.write_text("picture"))
     kept = {}
     for words in (["--shapes", "vision"], ["--models", "deit-s"], ["--shapes", "vision", "--dtype", "bf16"]):
         command.main([*words, "--output", str(tmp_path)])
@@ -308,9 +307,9 @@ def test_sweeps(tmp_path):
     }
     names = {t.contender for t in results["N"][0].timings}
     assert "DeepSpeed MoE top-2" in names and not any("top-1" in n or "reference" in n for n in names)
-    text = benchmark.sweep_table("N", results["N"])
+    text = results_of.sweep_table("N", results["N"])
     assert "| small: N=16, d=48, H=96, K=4, B=4, router as it starts |" in text
-    assert plots.plot_sweeps(results, "here", tmp_path / "sweep.png").stat().st_size > 10_000
+    assert results_of.plot_sweeps(results, "here", tmp_path / "sweep.png").stat().st_size > 10_000
     on_gpu = [shape for shapes in benchmark.sweeps(on_gpu=True).values() for shape in shapes]
     assert {1024, 65536} <= {s.tokens for s in on_gpu}
     assert max(s.dim for s in on_gpu) == 4096 and max(s.experts for s in on_gpu) == 64

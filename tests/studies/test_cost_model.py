@@ -13,10 +13,8 @@ import torch
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.profiling import profile_range
 from unifmoe_dist.studies.scaling import cost_model
-from unifmoe_dist.studies.scaling import grid as scaling
-from unifmoe_dist.studies.scaling.cluster import Cluster, Prediction, format_predictions
-from unifmoe_dist.studies.scaling.cost_model import CostModel, Workload
-from unifmoe_dist.studies.scaling.point import Layout, Measurement, Study
+from unifmoe_dist.studies.scaling.cost_model import Cluster, CostModel, Prediction, Workload, format_predictions
+from unifmoe_dist.studies.scaling.measured_step import Layout, Measurement, Point, Study
 from unifmoe_dist.studies.scaling.step_split import PARTS, split_step
 
 # -- step split -----------------------------------------------------------------------------------------------
@@ -139,14 +137,14 @@ def test_too_few_points_and_mixed_devices_are_refused():
     with pytest.raises(UserError, match="at least 6 points.*there are 5"):
         CostModel.fit(loads, [measured(truth, w) for w in loads])
     layout = Layout(4, 1, 1, 8, "local", 1)
-    points = [scaling.Point(layout, measured(truth, loads[0], device=name)) for name in ("cpu", "H100")]
+    points = [Point(layout, measured(truth, loads[0], device=name)) for name in ("cpu", "H100")]
     with pytest.raises(UserError, match="several devices"):
         cost_model.check(points, Study())
 
 
 def test_held_out_points_are_the_largest_experts_and_every_fourth():
     result = measured(CostModel(TRUE), workloads(1)[0])
-    points = [scaling.Point(Layout(k, n, n, 8, "alltoall", 1), result) for n in (1, 2) for k in (2, 4, 8, 16)]
+    points = [Point(Layout(k, n, n, 8, "alltoall", 1), result) for n in (1, 2) for k in (2, 4, 8, 16)]
     fitted, held = cost_model.hold_out(points)
     assert [(p.layout.ranks, p.layout.experts) for p in held] == [(1, 16), (2, 2), (2, 16)]
     assert len(fitted) == 5 and not set(map(id, fitted)) & set(map(id, held))
@@ -157,7 +155,7 @@ def test_too_few_points_say_how_many_are_enough(ranks, batches):
     """One fewer than the number in the message is refused, as many as it says are enough, whatever was measured."""
     made = measured(CostModel(TRUE), workloads(1)[0])
     layouts = [Layout(k, n, 1, b, "local", 1) for k in range(2, 12) for n in ranks for b in batches]
-    points = [scaling.Point(layout, made) for layout in layouts]
+    points = [Point(layout, made) for layout in layouts]
     first = points[: 2 * len(ranks) * len(batches)]
     with pytest.raises(UserError, match="measure .* in all") as error:
         cost_model.check(first, Study())

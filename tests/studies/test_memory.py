@@ -18,8 +18,8 @@ from unifmoe_dist import UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.studies import memory
-from unifmoe_dist.studies.memory.engine import Group
+from unifmoe_dist.studies.memory import budget as memory
+from unifmoe_dist.studies.memory.deepspeed_memory import Group
 from unifmoe_dist.studies.memory.fake_step import KINDS, fake_storage, sizes_of_algorithm, task_of_sizes
 from unifmoe_dist.studies.memory.measured_peak import check
 from unifmoe_dist.studies.memory.stand_ins import Load, standing_in
@@ -92,8 +92,7 @@ import tests.support.triton  # quickens the interpreter
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer
-from unifmoe_dist.studies.memory.gpu_path import kernels_without_launches
-from unifmoe_dist.studies.memory.stand_ins import Load, standing_in
+from unifmoe_dist.studies.memory.stand_ins import Load, kernels_without_launches, standing_in
 from unifmoe_dist.kernels import use_kernels
 from unifmoe_dist.kernels.triton import ffn
 

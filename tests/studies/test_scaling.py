@@ -17,8 +17,8 @@ from tests.support.jobs import run_job
 from tests.support.resume_plot import plot_resume
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.runtime.local_ranks import check_world_size, run_local_ranks
-from unifmoe_dist.studies.scaling import grid as scaling
-from unifmoe_dist.studies.scaling.point import Layout, Measurement, Study
+from unifmoe_dist.studies.scaling import scaling_study as scaling
+from unifmoe_dist.studies.scaling.measured_step import Layout, Measurement, Study
 from unifmoe_dist.studies.scaling.step_split import PARTS
 
 # -- the study ------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def test_sweep_measures_plots_and_continues(tmp_path, capsys):
     # A crash while the last row was written: that point is missing, and its row replaces the rest of the line.
     (tmp_path / "scaling.csv").write_text(text[: text.rindex(".") + 1])
     assert scaling.read_points(tmp_path) == points[:-1]
-    scaling._append(tmp_path / "scaling.csv", points[-1])
+    scaling.write_points(tmp_path, points)
     assert (tmp_path / "scaling.csv").read_text() == text and scaling.read_points(tmp_path) == points
 
 
@@ -155,7 +155,7 @@ def test_what_cannot_work_is_refused_before_ranks_start(layout, study, words, tm
 
 
 def test_another_shape_in_the_same_folder_is_refused(tmp_path):
-    scaling._agree_on_study(tmp_path, Study(width=64))
+    scaling.agree_on_study(tmp_path, Study(width=64))
     with pytest.raises(UserError, match="width 64"):
         scaling.run_study([Layout(2, 1, 1, 2, "local", 1)], Study(width=32), tmp_path, progress=False)
 

@@ -1,5 +1,6 @@
-"""The memory that calls take: all meters of the studies.
+"""The time and memory that calls take: the one clock and all meters of the studies.
 
+- `seconds` waits for the device before and after.
 - `LiveBytes` counts the storages of live tensors by kind, real or fake, from the first tensor on them to the last.
 - `peak_bytes` is the allocator's own peak on a GPU, and that of `LiveBytes` on the CPU.
 - `allocations` is the CPU allocator's peak, temporaries inside operations included, as torch's profiler records it.
@@ -32,22 +33,32 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from unifmoe_dist.studies.timing import wait
+
+def wait(device: torch.device) -> None:
+    """Let the device finish what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds that a call takes, work on the device included.
+
+    torch.utils.benchmark compiles a loop for every statement and times it on one thread; here steps are interleaved.
+    """
+    wait(device)
+    started = time.perf_counter()
+    call()
+    wait(device)
+    return time.perf_counter() - started
 
 
 class Ledger:
-    """Bytes in use on one device.
-
-    Attributes:
-        live: Bytes in use now, by kind.
-        peak: Bytes by kind at the moment of the largest total.
-        most: The largest number of every kind, at whatever moment.
-    """
+    """Bytes in use on one device, by kind."""
 
     def __init__(self) -> None:
-        self.live: Counter[str] = Counter()
-        self.peak: Counter[str] = Counter()
-        self.most: Counter[str] = Counter()
+        self.live: Counter[str] = Counter()  # now
+        self.peak: Counter[str] = Counter()  # at the moment of the largest total
+        self.most: Counter[str] = Counter()  # of every kind, at whatever moment
 
     def add(self, kind: str, size: float) -> None:
         """Take `size` bytes into use; a negative number gives them back."""
@@ -133,14 +144,6 @@ def peak_bytes(call: Callable[[], object], device: torch.device, given: Iterable
     return live.ledger.highest
 
 
-def peak_beyond(call: Callable[[], object], device: torch.device) -> int | None:
-    """Peak bytes of a call on a GPU beyond what was held before; None on the CPU."""
-    if device.type != "cuda":
-        return None
-    before = torch.cuda.memory_allocated(device)
-    return peak_bytes(call, device) - before
-
-
 def kept_for_backward(forward: Callable[[], Tensor], parameters: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages that a forward pass keeps for its backward pass, parameters left out.
 
@@ -170,12 +173,12 @@ def kept_for_backward(forward: Callable[[], Tensor], parameters: Iterable[Tensor
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
-    """Tensors in a value: itself, the items of a list or tuple, the fields of a dataclass."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)) or is_dataclass(value):
-        for item in value if isinstance(value, (list, tuple)) else vars(value).values():
-            yield from _tensors(item)
+    """Tensors in a value, its containers and dataclasses."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf):
+            yield from _tensors(vars(leaf))
 
 
 def process_peak(device: torch.device) -> int:

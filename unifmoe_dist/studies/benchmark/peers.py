@@ -9,12 +9,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from unifmoe_dist.studies.benchmark.shapes import Shape
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer to time."""
+
+    name: str
+    tokens: int  # N
+    dim: int  # model width d
+    hidden: int  # FFN width H
+    experts: int  # residual experts K
+    blocks: int  # B
+    block_compute: float | None = None  # mean C_B to bring the router to; None leaves it as it starts, nearly uniform
+
 
 BuildPeer = Callable[[Shape, int, torch.device, torch.dtype], nn.Module]
 
@@ -62,12 +75,8 @@ def tutel_moe(shape: Shape, top_k: int, device: torch.device, dtype: torch.dtype
 
     if device.type == "cpu" and dtype not in (torch.float32, torch.float64):
         raise Unavailable("its CPU kernels take float32 and float64 only")
-    experts = {
-        "type": "ffn",
-        "num_experts_per_device": shape.experts,
-        "hidden_size_per_expert": shape.hidden,
-        "activation_fn": nn.functional.gelu,
-    }
+    experts = {"type": "ffn", "num_experts_per_device": shape.experts, "hidden_size_per_expert": shape.hidden}
+    experts["activation_fn"] = nn.functional.gelu
     gate = {"type": "top", "k": top_k, "capacity_factor": 0.0}  # 0: as much room as the busiest expert needs
     return moe.moe_layer(gate_type=gate, model_dim=shape.dim, experts=experts).to(device, dtype)
 

@@ -1,7 +1,7 @@
 """The paper's cost table (VLCS, DeiT-S/16, layers 8 and 10), and a derivation that reproduces its N, N_A and FLOPs.
 
-The paper does not say how its numbers were counted. The rules of `count.py` and the settings below reproduce all of
-them to the last printed digit; settings that the paper does not give are marked (inferred).
+The paper does not say how its numbers were counted. The rules of `cost_table.py` and the settings below reproduce all
+of them to the last printed digit; settings that the paper does not give are marked (inferred).
 
 - GMoE: 6 experts, top-2, a cosine router (projection to 256 with bias, 256 x 6, a temperature). Its FLOPs are those of
   3 experts per token, not 2: padded buffers at the capacity factor 1.5 of GMoE's code (inferred). Executed alone it

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pandas as pd
 import psutil
 import torch
 
@@ -103,16 +104,18 @@ def _line(name: str, *sizes: float) -> str:
 
 def table(estimates: Sequence[MemoryEstimate], budget: Budget) -> str:
     """Estimates of variants of one configuration, a line each, in GiB: every kind at its most, then the peak of all."""
-    rows = [["ZeRO", "offload", "checkpointing", *KINDS, "peak", "needed", "CPU/node", "fits"]]
-    yes = {False: "no", True: "yes"}
+    head = [
+        "ZeRO",
+        *(f" {name}" for name in ("offload", "checkpointing", *KINDS, "peak", "needed", "CPU/node", "fits")),
+    ]
+    yes, rows = {False: "no", True: "yes"}, []
     for found in estimates:
         parallel, host = found.config.parallel, budget.host(found)
         sizes = [*(found.most[kind] for kind in KINDS), found.peak, budget.needed(found)]
         chosen = [str(parallel.zero_stage), yes[parallel.offload_optimizer], yes[parallel.gradient_checkpointing]]
         figures = [f"{size / GIB:.2f}" for size in sizes] + [f"{host / GIB:.2f}" if host else ""]
         rows.append([*chosen, *figures, yes[budget.fits(found)]])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return pd.DataFrame(rows, columns=head).to_string(index=False)
 
 
 def assumptions(config: TrainConfig, budget: Budget) -> str:

@@ -2,8 +2,8 @@
 
 The step itself is run, forward and backward, on fake tensors: the real model, at the real batch size, in the real
 number format, with gradient checkpointing where it is on; every storage counts from its first tensor to its last. Two
-parts are stood for: what depends on values in layers of experts (`stand_ins.py`), and the engine (`engine.py`). So the
-peak is the peak of a timeline, and its parts are what was held at that moment.
+parts are stood for: what depends on values in layers of experts (`stand_ins.py`), and the engine
+(`deepspeed_memory.py`). So the peak is the peak of a timeline, and its parts are what was held at that moment.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from unifmoe_dist.algorithms import Algorithm
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.task import Batch, TaskData
-from unifmoe_dist.studies.memory.engine import EngineMemory, Group
+from unifmoe_dist.studies.memory.deepspeed_memory import EngineMemory, Group
 from unifmoe_dist.studies.memory.stand_ins import Load, standing_in
 from unifmoe_dist.studies.meters import Ledger, LiveBytes
 from unifmoe_dist.train import build, deepspeed
@@ -82,7 +82,7 @@ def estimate(config: TrainConfig, ranks: int = 1, gpu: bool = True, load: Load |
             for g in build.parameter_groups(algorithm, config.optim.weight_decay, decay=config.optim.decay)
         ]
         live = LiveBytes(device)
-        engine = EngineMemory(groups, config, live, host, foreach=gpu, bucket=deepspeed.reduce_bucket(algorithm))
+        engine = EngineMemory(groups, config, live, host, foreach=gpu, bucket_size=deepspeed.reduce_bucket(algorithm))
         engine.hold()
         trained = {p for group in groups for p in group.parameters}
         tensors = (*algorithm.parameters(), *algorithm.buffers())

@@ -19,9 +19,7 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods.registry import METHODS, method_of, with_options
 from unifmoe_dist.runtime.heartbeat import followed
 from unifmoe_dist.runtime.ranks import seed_everything
-from unifmoe_dist.studies.cost.count import Cost, count_cost
-from unifmoe_dist.studies.cost.measure import MeasuredCost, measure_cost
-from unifmoe_dist.studies.cost.table import statistics_of
+from unifmoe_dist.studies.cost.cost_table import Cost, MeasuredCost, count_cost, measure_cost, statistics_of
 from unifmoe_dist.studies.run_report.loading import NEUTRAL, LoadedRun
 from unifmoe_dist.studies.run_report.sample import Sample
 from unifmoe_dist.studies.usage.maps import PatchGrid

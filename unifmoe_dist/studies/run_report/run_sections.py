@@ -14,8 +14,8 @@ import torch
 from unifmoe_dist import __version__
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.methods.registry import METHODS
+from unifmoe_dist.studies.cost.cost_table import STATISTICS
 from unifmoe_dist.studies.cost.paper import published_cost
-from unifmoe_dist.studies.cost.table import STATISTICS
 from unifmoe_dist.studies.figures.training import compute_figure, curves_figure
 from unifmoe_dist.studies.page import Block, Cell, Code, KeyNumber, Number, Picture, Section, Table
 from unifmoe_dist.studies.run_report.loading import LoadedRun, layer_names

@@ -14,10 +14,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from unifmoe_dist.studies.figures.style import label, new_figure, save
-from unifmoe_dist.studies.scaling.cluster import Cluster, Prediction
-from unifmoe_dist.studies.scaling.cost_model import PARTS_OF_TERM, Check, workload
-from unifmoe_dist.studies.scaling.grid import Point
-from unifmoe_dist.studies.scaling.point import Study
+from unifmoe_dist.studies.scaling.cost_model import PARTS_OF_TERM, Check, Cluster, Prediction
+from unifmoe_dist.studies.scaling.measured_step import Point, Study
 from unifmoe_dist.studies.scaling.step_split import PARTS
 
 _LOOKS = {
@@ -78,9 +76,16 @@ def _figure(points: list[Point], study: Study, path: Path) -> Path:
             volume.plot(k, [r.tutel_bytes / 1e3 for r in mine], ls="--", **{**style, "marker": None})
             volume.plot(k, [r.sent_bytes / 1e3 for r in mine], **style)
             volume.plot(k, [r.minimum_bytes / 1e3 for r in mine], "x", color="black", ms=7, zorder=5)
-    _axes(speed, experts, "tokens per second, all ranks", "Throughput")
-    _axes(memory, experts, "MB per rank", "Peak memory of training")
-    _axes(volume, experts, "KB per token and layer", "Bytes between ranks, forward + backward")
+    for axis, ylabel, title in (
+        (speed, "tokens per second, all ranks", "Throughput"),
+        (memory, "MB per rank", "Peak memory of training"),
+        (volume, "KB per token and layer", "Bytes between ranks, forward + backward"),
+    ):
+        axis.set(xscale="log", yscale="log")
+        axis.set_xticks(experts, [str(k) for k in experts])
+        axis.xaxis.set_minor_locator(NullLocator())
+        _log_ticks(axis.yaxis)
+        label(axis, "residual experts K", ylabel, title)
     speed.legend(frameon=False)
     if ranks[-1] > 1:
         _volume_legend(volume)
@@ -107,15 +112,6 @@ def _volume_legend(axis: Axes) -> None:
     sizes: dict[str, Any] = dict(fontsize=9, title_fontsize=9, columnspacing=1.2, ncols=3, frameon=False)
     title = "line style (colours: ranks, as in Throughput)"
     axis.legend(handles=handles, title=title, loc="upper center", bbox_to_anchor=(0.5, -0.15), **sizes)
-
-
-def _axes(axis: Axes, experts: list[int], ylabel: str, title: str) -> None:
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
-    axis.set_xticks(experts, [str(k) for k in experts])
-    axis.xaxis.set_minor_locator(NullLocator())
-    _log_ticks(axis.yaxis)
-    label(axis, "residual experts K", ylabel, title)
 
 
 def _log_ticks(axis: Axis) -> None:
@@ -164,7 +160,7 @@ def plot_check(result: Check, study: Study, path: Path) -> Path:
     limits = []
     for (name, points), colour, marker in zip(result.points.items(), ("#2166ac", "#d55e00"), "oD", strict=True):
         measured = [1e3 * p.result.step for p in points]
-        predicted = [1e3 * sum(result.model.predict(workload(p, study)).values()) for p in points]
+        predicted = [1e3 * result.model.step(p, study) for p in points]
         axis.scatter(measured, predicted, color=colour, marker=marker, s=28, label=name, zorder=3)
         limits += measured + predicted
     ends = 0.8 * min(limits), 1.25 * max(limits)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch.autograd import DeviceType
+from torch.autograd.profiler import record_function
 
 from unifmoe_dist.profiling import PREFIX, profile_range
-from unifmoe_dist.studies import timing
+from unifmoe_dist.studies.meters import wait
 
 PARTS = ("route", "dispatch", "shared_experts", "residual_experts", "combine", "all_reduce", "optimizer", "other")
 """`all_reduce` is every collective of the engine: gradient reduction and, with ZeRO, gathering parameters. `other` is
@@ -30,16 +30,9 @@ def named_collectives() -> AbstractContextManager:
     """Give DeepSpeed's collectives the range "unifmoe::all_reduce" in profiles, inside the context."""
     from deepspeed import comm
 
-    def ranged(function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with profile_range("all_reduce"):
-                return function(*args, **kwargs)
-
-        return call
-
-    found: dict[str, Any] = {name: ranged(getattr(comm, name)) for name in _COLLECTIVES if hasattr(comm, name)}
-    return patch.multiple(comm, **found)
+    present = {name: getattr(comm, name) for name in _COLLECTIVES if hasattr(comm, name)}
+    ranged: dict[str, Any] = {name: record_function(PREFIX + "all_reduce")(call) for name, call in present.items()}
+    return patch.multiple(comm, **ranged)
 
 
 def split_step(step: Callable[[], Any], seconds: float, repeats: int, device: torch.device) -> dict[str, float]:
@@ -47,45 +40,22 @@ def split_step(step: Callable[[], Any], seconds: float, repeats: int, device: to
 
     Returns:
         Seconds by part; they add up to `seconds`. On the CPU they are shares of the wall time of this process, waits
-        for other ranks included, less what recording costs for each event. On a GPU they are kernel time, and `other`
-        takes what no kernel of another part covers, idle time included.
+        for other ranks included. On a GPU they are kernel time, and `other` takes what no kernel of another part
+        covers, idle time included.
     """
     cuda = device.type == "cuda"
-    cost = 0.0 if cuda else recording_cost()
-    with named_collectives(), _recording(cuda) as recording:
+    kinds = torch.profiler.ProfilerActivity
+    activities = [kinds.CPU, kinds.CUDA] if cuda else [kinds.CPU]
+    with named_collectives(), torch.profiler.profile(activities=activities) as recording:
         for _ in range(repeats):
             with profile_range("step"):
                 step()
-                if cuda:
-                    torch.cuda.synchronize(device)
+                wait(device)
     if cuda:
-        totals = attribute(_events_with_kernels(recording))
-        parts = {name: 1e-9 * totals[name].kernels / repeats for name in PARTS}
+        parts = {name: 1e-9 * t.kernels / repeats for name, t in attribute(_events_with_kernels(recording)).items()}
         return {**parts, "other": max(0.0, seconds - sum(v for name, v in parts.items() if name != "other"))}
-    totals = attribute(_events(recording))
-    walls = {name: max(0.0, totals[name].wall - cost * totals[name].events) for name in PARTS}
+    walls = {name: max(0.0, t.wall) for name, t in attribute(_events(recording)).items()}
     return {name: seconds * wall / sum(walls.values()) for name, wall in walls.items()}
-
-
-def recording_cost(operations: int = 1000, rounds: int = 5) -> float:
-    """Nanoseconds by which recording lengthens one small operation, the least of several rounds."""
-    x = torch.zeros(1)
-
-    def operate() -> None:
-        for _ in range(operations):
-            torch.neg(x)
-
-    def best() -> float:
-        return 1e9 * min(timing.seconds(operate, x.device) for _ in range(rounds)) / operations
-
-    plain = best()
-    with _recording(cuda=False):
-        return max(0.0, best() - plain)
-
-
-def _recording(cuda: bool) -> torch.profiler.profile:
-    kinds = torch.profiler.ProfilerActivity
-    return torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA] if cuda else [kinds.CPU])
 
 
 class Event(NamedTuple):
@@ -101,10 +71,9 @@ class Event(NamedTuple):
 
 @dataclass
 class Totals:
-    """Of one part: wall time without the parts nested in it (ns), events recorded, and kernel time (ns)."""
+    """Of one part: wall time without the parts nested in it (ns), and kernel time (ns)."""
 
     wall: float = 0.0
-    events: int = 0
     kernels: float = 0.0
 
 
@@ -131,7 +100,6 @@ def attribute(events: Iterable[Event]) -> dict[str, Totals]:
             # Operations that record no node carry the next node's number, so the last to start with it made it.
             part_of_sequence[event.sequence] = part
         if around is not None or event.name == PREFIX + "step" or event.name.startswith(_BACKWARD):
-            totals[part].events += 1
             totals[part].kernels += event.kernels
             if part != around:
                 totals[part].wall += event.end - event.start

@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -140,18 +141,13 @@ def expected_traffic(
     )
 
 
-@dataclass
-class ByteCount:
-    """Running totals of one rank: bytes to other ranks, and messages (one per peer and collective)."""
-
-    bytes: int = 0
-    messages: int = 0
-
-
 @contextmanager
-def counting_bytes() -> Iterator[ByteCount]:
-    """Count what this rank hands to torch.distributed.all_to_all_single for other ranks, small exchanges included."""
-    count, original = ByteCount(), dist.all_to_all_single
+def counting_bytes() -> Iterator[Any]:
+    """Count what this rank hands to torch.distributed.all_to_all_single for other ranks, small exchanges included.
+
+    Yields running totals: `bytes` to other ranks, and `messages`, one per peer and collective.
+    """
+    count, original = SimpleNamespace(bytes=0, messages=0), dist.all_to_all_single
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(original).bind(*args, **kwargs).arguments
@@ -187,9 +183,8 @@ def measure_volume(experts: int, skewed: bool, tokens: int, model_dim: int, num_
     """Run on every rank of a job: one forward and backward of a dispatcher over synthetic routing, bytes counted.
 
     Returns:
-        The same on every rank: bytes per token, forward and backward, at the least ("minimum"), counted at the
-        collective ("alltoall"), by `alltoall_volume` ("formula") and of Tutel's padded exchange ("tutel"); mean k
-        ("experts_per_token"), the busiest expert's load over the mean, and the expert-parallel size ("group_size").
+        The same on every rank: bytes per token, forward and backward, at the least, counted at the collective
+        ("alltoall"), by `alltoall_volume` ("formula") and of Tutel's padded exchange; mean k, and the loads.
     """
     size = math.gcd(experts, world_size_from_environment())
     with running_ranks(size) as ranks:
@@ -229,22 +224,21 @@ def volume_table(
 
     Routing is uniform and skewed, numbers are float32, with `tokens` tokens per rank.
     """
-    rows = []
-    for world, routing, k in product(ranks, ("uniform", "skewed"), experts):
+
+    def row(world: int, routing: str, k: int) -> dict[str, object]:
         r, *_ = run_local_ranks(world, measure_volume, k, routing == "skewed", tokens, model_dim, num_blocks)
-        rows.append(
-            {
-                "ranks": world,
-                "expert-parallel size": r["group_size"],
-                "routing": routing,
-                "K": k,
-                "mean k": f"{r['experts_per_token']:.2f}",
-                "busiest expert / mean": f"{r['load_imbalance']:.2f}",
-                "minimum (KB/token)": f"{r['minimum'] / 1e3:.3f}",
-                "alltoall (KB/token)": f"{r['alltoall'] / 1e3:.3f}",
-                "alltoall / minimum": f"{r['alltoall'] / r['minimum']:.4f}",
-                "Tutel, padded (KB/token)": f"{r['tutel'] / 1e3:.3f}",
-                "Tutel / alltoall": f"{r['tutel'] / r['alltoall']:.2f}",
-            }
-        )
-    return markdown(rows, left=("routing",))
+        return {
+            "ranks": world,
+            "expert-parallel size": r["group_size"],
+            "routing": routing,
+            "K": k,
+            "mean k": f"{r['experts_per_token']:.2f}",
+            "busiest expert / mean": f"{r['load_imbalance']:.2f}",
+            "minimum (KB/token)": f"{r['minimum'] / 1e3:.3f}",
+            "alltoall (KB/token)": f"{r['alltoall'] / 1e3:.3f}",
+            "alltoall / minimum": f"{r['alltoall'] / r['minimum']:.4f}",
+            "Tutel, padded (KB/token)": f"{r['tutel'] / 1e3:.3f}",
+            "Tutel / alltoall": f"{r['tutel'] / r['alltoall']:.2f}",
+        }
+
+    return markdown([row(*case) for case in product(ranks, ("uniform", "skewed"), experts)], left=("routing",))

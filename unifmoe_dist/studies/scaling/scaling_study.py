@@ -7,7 +7,7 @@ import io
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,7 @@ from unifmoe_dist.files import write_text
 from unifmoe_dist.runtime import heartbeat
 from unifmoe_dist.runtime.local_ranks import check_world_size, run_local_ranks
 from unifmoe_dist.studies.records import csv_text, markdown
-from unifmoe_dist.studies.scaling.point import Layout, Measurement, Study, measure, train_config
-
-
-@dataclass(frozen=True)
-class Point:
-    """A layout and what was measured there."""
-
-    layout: Layout
-    result: Measurement
+from unifmoe_dist.studies.scaling.measured_step import Layout, Measurement, Point, Study, measure, train_config
 
 
 def grid(
@@ -80,6 +72,12 @@ def grid(
     return list(layouts), left_out
 
 
+def default_ranks() -> list[int]:
+    """1, 2, 4 ... up to the GPUs here; 1, 2 and 4 on the CPU."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 4
+    return [2**i for i in range(int(math.log2(max(gpus, 1))) + 1)]
+
+
 def run_study(layouts: Sequence[Layout], study: Study, folder: Path, progress: bool = True) -> list[Point]:
     """Measure the layouts that `folder`/scaling.csv does not hold yet, one row each, and return all of them.
 
@@ -93,23 +91,23 @@ def run_study(layouts: Sequence[Layout], study: Study, folder: Path, progress: b
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--output {folder} cannot be used ({error}); choose another folder.") from error
-    _agree_on_study(folder, study)
+    agree_on_study(folder, study)
     done = {p.layout: p for p in read_points(folder)}
     missing = [layout for layout in layouts if layout not in done]
     failures = []
     known = len(layouts) - len(missing)
     with tqdm(total=len(layouts), initial=known, desc="scaling", unit="point", disable=not progress) as bar:
         for layout in missing:
-            bar.set_postfix_str(describe(layout))
-            heartbeat.doing(f"{len(done)} of {len(layouts)} points done, at {describe(layout)}")
+            bar.set_postfix_str(str(layout))
+            heartbeat.doing(f"{len(done)} of {len(layouts)} points done, at {layout}")
             try:
                 result, *_ = run_local_ranks(layout.ranks, measure, layout, study, threads=study.threads)
             except RuntimeError as error:  # out of memory, say: the others can still be measured
-                failures.append(f"{describe(layout)}: {str(error).strip().splitlines()[-1]}")
-                tqdm.write(f"{describe(layout)} failed: {error}")
+                failures.append(f"{layout}: {str(error).strip().splitlines()[-1]}")
+                tqdm.write(f"{layout} failed: {error}")
             else:
                 done[layout] = Point(layout, result)
-                _append(folder / "scaling.csv", done[layout])
+                write_points(folder, done.values())
             bar.update()
     if failures:
         raise UserError(
@@ -119,36 +117,21 @@ def run_study(layouts: Sequence[Layout], study: Study, folder: Path, progress: b
     return [done[layout] for layout in layouts]
 
 
-def describe(layout: Layout) -> str:
-    """A layout in a few words."""
-    return (
-        f"K={layout.experts} ranks={layout.ranks} ep={layout.expert_parallel} batch={layout.batch} "
-        f"{layout.dispatcher} zero={layout.zero}"
-    )
-
-
-def read_points(folder: Path) -> list[Point]:
-    """All points of a study; a last line that was cut short is left out.
-
-    Raises:
-        UserError: the file does not hold points.
-    """
-    path = folder / "scaling.csv"
-    if not path.is_file():
-        return []
-    try:
-        rows = csv.DictReader(io.StringIO(path.read_text().rpartition("\n")[0]))
-        return [Point(_typed(Layout, row), _typed(Measurement, row)) for row in rows]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} does not hold the points of a study; delete it to measure them again.") from error
+def agree_on_study(folder: Path, study: Study) -> None:
+    """Note in a folder what its points have in common. Raises UserError where it notes something else."""
+    path = folder / "study.json"
+    if path.is_file():
+        kept = asdict(read_study(folder))
+        other = [f"{name} {value}" for name, value in kept.items() if value != getattr(study, name)]
+        if other:
+            raise UserError(
+                f"{folder} holds a study with {', '.join(other)}; use the same options or another --output."
+            )
+    path.write_text(json.dumps(asdict(study), indent=1))
 
 
 def read_study(folder: Path) -> Study:
-    """What the points of a folder have in common.
-
-    Raises:
-        UserError: the folder holds no study, or its file is damaged.
-    """
+    """What the points of a folder have in common. Raises UserError where that is missing or damaged."""
     path = folder / "study.json"
     if not path.is_file():
         raise UserError(f"{folder} holds no study.json; give the --output folder of a scaling sweep.")
@@ -156,6 +139,28 @@ def read_study(folder: Path) -> Study:
         return Study(**json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
         raise UserError(f"{path} does not describe a study ({error}); choose another folder.") from error
+
+
+def write_points(folder: Path, points: Iterable[Point]) -> None:
+    """Replace the points of a study."""
+    write_text(folder / "scaling.csv", csv_text([{**asdict(p.layout), **asdict(p.result)} for p in points]))
+
+
+def read_points(folder: Path) -> list[Point]:
+    """All points of a study; a last line that was cut short is left out. Raises UserError for another file."""
+    path = folder / "scaling.csv"
+    if not path.is_file():
+        return []
+    types: dict[str, Any] = {"int": int, "float": float, "str": str}
+
+    def typed(kind: Any, row: dict[str, str]) -> Any:
+        return kind(**{f.name: types[str(f.type)](row[f.name]) for f in fields(kind)})
+
+    try:
+        rows = csv.DictReader(io.StringIO(path.read_text().rpartition("\n")[0]))
+        return [Point(typed(Layout, row), typed(Measurement, row)) for row in rows]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} does not hold the points of a study; delete it to measure them again.") from error
 
 
 def format_points(points: Iterable[Point]) -> str:
@@ -182,33 +187,3 @@ def format_points(points: Iterable[Point]) -> str:
         for p in points
     ]
     return markdown(rows, left=("dispatcher",))
-
-
-def _agree_on_study(folder: Path, study: Study) -> None:
-    path = folder / "study.json"
-    if path.is_file():
-        kept = asdict(read_study(folder))
-        other = [f"{name} {value}" for name, value in kept.items() if value != getattr(study, name)]
-        if other:
-            raise UserError(
-                f"{folder} holds a study with {', '.join(other)}; use the same options or another --output."
-            )
-    path.write_text(json.dumps(asdict(study), indent=1))
-
-
-def _append(path: Path, point: Point) -> None:
-    """Add a point's row, in the place of a line that a crash cut short."""
-    head, end, row = csv_text([{**asdict(point.layout), **asdict(point.result)}]).partition("\n")
-    before = "".join(path.read_text().rpartition("\n")[:2]) if path.is_file() else ""
-    write_text(path, (before or head + end) + row)
-
-
-def _typed(kind: Any, row: dict[str, str]) -> Any:
-    types: dict[str, Any] = {"int": int, "float": float, "str": str}
-    return kind(**{f.name: types[str(f.type)](row[f.name]) for f in fields(kind)})
-
-
-def default_ranks() -> list[int]:
-    """1, 2, 4 ... up to the GPUs here; 1, 2 and 4 on the CPU."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 4
-    return [2**i for i in range(int(math.log2(max(gpus, 1))) + 1)]

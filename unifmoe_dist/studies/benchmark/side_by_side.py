@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from unifmoe_dist.studies import meters, timing
-from unifmoe_dist.studies.benchmark.peers import reason
-from unifmoe_dist.studies.benchmark.shapes import Shape
+from unifmoe_dist.studies import meters
+from unifmoe_dist.studies.benchmark.peers import Shape, reason
 
 
 @dataclass
@@ -101,10 +100,8 @@ def prepare(
 def ready(contender: Contender, inputs: Callable[[], tuple[Tensor, ...]], optimised: bool = False) -> Subject:
     """Build and warm up (compilers, allocators) a contender, and measure its memory on the way.
 
-    Args:
-        contender: What to time.
-        inputs: Makes the arguments of a training pass; those of inference are the same.
-        optimised: Whether training makes AdamW's step too, as for a whole model, which inference puts in evaluation.
+    `inputs` makes the arguments of a training pass; those of inference are the same. `optimised`: training makes
+    AdamW's step too, as for a whole model, which inference puts in evaluation.
     """
     module, given = contender.build(), inputs()
     device = given[0].device
@@ -133,7 +130,9 @@ def ready(contender: Contender, inputs: Callable[[], tuple[Tensor, ...]], optimi
     infer()
     train()
     found = Timing(contender.name, contender.work, kept=meters.kept_for_backward(forward, module.parameters()))
-    found.peak = meters.peak_beyond(train, device)
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        found.peak = meters.peak_bytes(train, device) - before
     if optimizer is not None:
         states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
         lasting = sum(t.nbytes for t in [*module.parameters(), *module.buffers(), *states])
@@ -145,18 +144,17 @@ def ready(contender: Contender, inputs: Callable[[], tuple[Tensor, ...]], optimi
 def measure(
     subjects: list[Subject], device: torch.device, seconds: float, on_round: Callable[[], object]
 ) -> dict[str, str]:
-    """Time all subjects one after the other in every round; those that fail leave the list.
+    """Time all subjects one after the other in every round; peers that fail leave the list, and why is returned.
 
-    Returns:
-        Why they failed.
+    Rounds go on for about `seconds`; there are at least three, and `on_round` is called after each.
     """
     failed: dict[str, str] = {}
     started, rounds = time.perf_counter(), 0
     while rounds < 3 or time.perf_counter() - started < seconds:
         for subject in list(subjects):
             try:
-                subject.timing.forward.append(timing.seconds(subject.infer, device))
-                subject.timing.training.append(timing.seconds(subject.train, device))
+                subject.timing.forward.append(meters.seconds(subject.infer, device))
+                subject.timing.training.append(meters.seconds(subject.train, device))
             except Exception as error:
                 if not subject.peer:
                     raise
@@ -171,4 +169,4 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP per second of a large matrix product here."""
     n = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(n, n).to(device, dtype) for _ in range(2))
-    return 2 * n**3 / min(timing.seconds(lambda: a @ b, device) for _ in range(8))
+    return 2 * n**3 / min(meters.seconds(lambda: a @ b, device) for _ in range(8))

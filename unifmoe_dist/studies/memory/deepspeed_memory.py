@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from unifmoe_dist.config import OptimConfig, TrainConfig
+from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.studies.meters import Ledger, LiveBytes
 
 ALLREDUCE_ELEMENTS = 500_000_000
@@ -67,54 +67,44 @@ class Group:
         return result
 
 
-def _optimizer(config: OptimConfig, group: Group, foreach: bool, offloaded: bool) -> tuple[int, int]:
-    """What an optimiser keeps between steps, and makes on the way of one at a time, in numbers per number updated.
-
-    torch's optimisers (`_single_tensor_*` on the CPU, `_multi_tensor_*` on a GPU), or DeepSpeedCPUAdam.
-    """
-    coupled = group.decayed and config.weight_decay > 0 and config.name != "adamw"  # a new gradient is made
-    if config.name == "sgd":
-        return int(config.momentum > 0), int(coupled)
-    return 2, 0 if offloaded else (1 if foreach else 2) + int(coupled)
-
-
+@dataclass
 class EngineMemory:
-    """One rank's engine, as entries in ledgers.
+    """One rank's engine, as entries in ledgers."""
 
-    Args:
-        groups: Parameter groups, whose gradients the backward pass makes.
-        config: Optimiser, ZeRO stage and micro-batches per step.
-        live: Where the model's own tensors are entered.
-        host: Where offloaded tensors go; None keeps them on the device.
-        foreach: Whether torch's optimisers work on lists of tensors, as on a GPU.
-        bucket: `reduce_bucket_size`.
-    """
+    groups: Sequence[Group]  # whose gradients the backward pass makes
+    config: TrainConfig  # optimiser, ZeRO stage and micro-batches per step
+    live: LiveBytes  # where the model's own tensors are entered
+    host: Ledger | None  # where offloaded tensors go; None keeps them on the device
+    foreach: bool  # whether torch's optimisers work on lists of tensors, as on a GPU
+    bucket_size: int  # `reduce_bucket_size`
 
-    def __init__(
-        self,
-        groups: Sequence[Group],
-        config: TrainConfig,
-        live: LiveBytes,
-        host: Ledger | None,
-        foreach: bool,
-        bucket: int,
-    ) -> None:
-        self.live, self.device, self.host, self.foreach, self.bucket_size = live, live.ledger, host, foreach, bucket
-        self.stage, self.accumulation = config.parallel.zero_stage, config.parallel.gradient_accumulation
-        self.item = groups[0].parameters[0].element_size()
-        self.groups = [(group, *_optimizer(config.optim, group, foreach, host is not None)) for group in groups]
+    def __post_init__(self) -> None:
+        self.device, self.stage = self.live.ledger, self.config.parallel.zero_stage
+        self.item = self.groups[0].parameters[0].element_size()
         self._bucket: list[nn.Parameter] = []
         self._open = False  # a bucket exists
         self._partition_bytes = 0  # of grads_in_partition in use
         self._carried = 0  # the same, of the micro-batches before
-        self._owners = {p: (g, touched, parts) for g in groups for p, touched, parts in g.owners()}
+        self._owners = {p: (g, touched, parts) for g in self.groups for p, touched, parts in g.owners()}
         for parameter in self._owners:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def _optimizer(self, group: Group) -> tuple[int, int]:
+        """What an optimiser keeps between steps, and makes on the way of one at a time, in numbers per number updated.
+
+        torch's optimisers (`_single_tensor_*` on the CPU, `_multi_tensor_*` on a GPU), or DeepSpeedCPUAdam.
+        """
+        optim = self.config.optim
+        coupled = group.decayed and optim.weight_decay > 0 and optim.name != "adamw"  # a new gradient is made
+        if optim.name == "sgd":
+            return int(optim.momentum > 0), int(coupled)
+        return 2, 0 if self.host is not None else (1 if self.foreach else 2) + int(coupled)
 
     def hold(self) -> None:
         """Weights, master weights and optimiser states, as they are from the second step on."""
         states = self.device if self.host is None else self.host
-        for group, kept, _ in self.groups:
+        for group in self.groups:
+            kept, _ = self._optimizer(group)
             if self.stage == 0:
                 self.device.add("weights", self.item * group.size)
                 self.device.add("optimiser states", 4 * kept * group.size)
@@ -128,7 +118,7 @@ class EngineMemory:
         if self.host is not None:
             for place in (self.device, self.host):  # temp_grad_buffer_for_{gpu,cpu}_offload
                 place.add("buffers", self.item * _largest(self._owners))
-            if self.accumulation > 1:  # accumulated_grads_in_cpu
+            if self.config.parallel.gradient_accumulation > 1:  # accumulated_grads_in_cpu
                 self.host.add("gradients", self.item * self._owned_elements(self._fullest_rank()))
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
@@ -204,7 +194,7 @@ class EngineMemory:
     def _allreduce(self) -> None:
         for sharded in (False, True):
             elements = filled = 0
-            for group, *_ in self.groups:
+            for group in self.groups:
                 for parameter in group.parameters if group.sharded == sharded else ():
                     filled += parameter.numel()
                     elements = max(elements, filled)
@@ -213,7 +203,8 @@ class EngineMemory:
 
     def update(self) -> None:
         """The optimiser's step, on the gradients that `reduce` left."""
-        for group, _, made in self.groups:
+        for group in self.groups:
+            _, made = self._optimizer(group)
             if self.stage == 0:
                 at_once = group.size if self.foreach else _largest(group.parameters)
                 self.device.spike("buffers", 4 * made * at_once)
@@ -225,7 +216,7 @@ class EngineMemory:
             if self.item < 4:  # and its float32 copy
                 self.device.add("buffers", 4 * group.partition)
                 self.device.add("buffers", -self.item * group.partition)
-            if group is self.groups[-1][0]:  # all groups' gradients share one storage
+            if group is self.groups[-1]:  # all groups' gradients share one storage
                 self.device.add("gradients", -self._partition_bytes)
                 self._partition_bytes = 0
             self.device.spike("buffers", 4 * made * group.partition)
@@ -242,7 +233,7 @@ class EngineMemory:
         return sum(p.numel() for p in self._owners if self._is_owned(p, rank))
 
     def _fullest_rank(self) -> int:
-        return max(range(max(group.replicas for group, *_ in self.groups)), key=self._owned_elements)
+        return max(range(max(group.replicas for group in self.groups)), key=self._owned_elements)
 
 
 def _largest(parameters: Iterable[nn.Parameter]) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -17,10 +18,8 @@ from unifmoe_dist.config import DataConfig, ModelConfig, OptimConfig, ParallelCo
 from unifmoe_dist.data.digits import NUM_CLASSES, build_digits_vit, digits_task
 from unifmoe_dist.dispatch import Arrivals, Dispatcher
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.expert_layer import ExpertLayer
 from unifmoe_dist.runtime.ranks import Ranks, running_ranks, seed_everything
-from unifmoe_dist.studies import timing
-from unifmoe_dist.studies.meters import process_peak
+from unifmoe_dist.studies.meters import process_peak, seconds
 from unifmoe_dist.studies.scaling.step_split import PARTS, split_step
 from unifmoe_dist.studies.scaling.volume import Traffic, counting_bytes, minimum_volume, padded_volume
 from unifmoe_dist.train import build, deepspeed
@@ -39,6 +38,12 @@ class Layout:
     batch: int  # images per rank and step, five tokens each
     dispatcher: str  # how tokens reach experts on other ranks
     zero: int  # ZeRO stage
+
+    def __str__(self) -> str:
+        return (
+            f"K={self.experts} ranks={self.ranks} ep={self.expert_parallel} batch={self.batch} "
+            f"{self.dispatcher} zero={self.zero}"
+        )
 
 
 @dataclass(frozen=True)
@@ -116,29 +121,30 @@ class Measurement:
     loss: float  # of the task after the last timed step, as evidence of real training
 
 
+@dataclass(frozen=True)
+class Point:
+    """A layout and what was measured there."""
+
+    layout: Layout
+    result: Measurement
+
+
 def train_config(layout: Layout, study: Study) -> TrainConfig:
     """The training configuration of a point, validated.
 
     Raises:
         UserError: the layout cannot work, for example K is not divisible by the expert-parallel size.
     """
+    chosen: dict[str, Any] = dict(num_experts=layout.experts, num_blocks=study.blocks, dispatcher=layout.dispatcher)
+    parallel: dict[str, Any] = dict(zero_stage=layout.zero, precision=study.precision)
     config = TrainConfig(
         steps=10_000,
         baseline=False,
         progress=False,
-        model=ModelConfig(
-            layers=study.layers,
-            num_experts=layout.experts,
-            num_blocks=study.blocks,
-            dispatcher=layout.dispatcher,  # type: ignore[arg-type]
-        ),
+        model=ModelConfig(layers=study.layers, **chosen),
         data=DataConfig(batch_size=layout.batch * layout.ranks),
         optim=OptimConfig(lr=1e-3, warmup_steps=0, schedule="constant"),
-        parallel=ParallelConfig(
-            expert_parallel_size=layout.expert_parallel,
-            zero_stage=layout.zero,  # type: ignore[arg-type]
-            precision=study.precision,  # type: ignore[arg-type]
-        ),
+        parallel=ParallelConfig(expert_parallel_size=layout.expert_parallel, **parallel),
     )
     config.validate(layout.ranks)
     UniFMoEConfig(study.width, 4 * study.width, layout.experts, study.blocks)  # checks the layer's shape
@@ -150,40 +156,36 @@ def measure(layout: Layout, study: Study) -> Measurement:
     config = train_config(layout, study)
     with running_ranks(layout.expert_parallel) as ranks:
         seed_everything(0)
-        inputs, labels = _digits(layout.batch, ranks.rank)
+        batch = _digits(layout.batch, ranks.rank)
         deepspeed.load_all()  # or it would count as memory of training
         memory_before = process_peak(ranks.device)
         model = build.install_layers(config, build_digits_vit(embed_dim=study.width, depth=study.depth), ranks)
         algorithm = ALGORITHMS[config.algorithm.name](model, 1, NUM_CLASSES, config.algorithm, lambda: model)
         training, number = TrainingStep(config, algorithm, ranks), itertools.count()
-        loss = torch.zeros(())
+        losses: list[Tensor] = []
 
         def step() -> None:
             """One optimiser step, as the trainer makes it."""
-            nonlocal loss
-            loss = training([({"x": inputs}, labels)], next(number)).sums["task_loss"]
+            losses.append(training([batch], next(number)).sums["task_loss"])
 
         for _ in range(study.warmup):
             step()
         collect_usage(model, ranks)  # forgets the warm-up
         ranks.barrier()
-        slowest = np.max(ranks.gather([timing.seconds(step, ranks.device) for _ in range(study.steps)]), axis=0)
+        slowest = np.max(ranks.gather([seconds(step, ranks.device) for _ in range(study.steps)]), axis=0)
         low, median, high = np.quantile(slowest, (0.25, 0.5, 0.75)).tolist()
-        own = {"loss": float(loss), "memory": process_peak(ranks.device) - memory_before}
+        own = {"loss": float(losses[-1]), "memory": process_peak(ranks.device) - memory_before}
         usage = list(collect_usage(model, ranks).values())
         own |= split_step(step, median, _PROFILED_STEPS, ranks.device)
-        layers = list(moe_layers(model).values())
-        own |= _count_exchange(step, layers, study, ranks)
-        every = ranks.gather(own)
-
-    def over_ranks(name: str) -> np.ndarray:
-        return np.array([of_rank[name] for of_rank in every])
-
+        taps = [_Tap(layer, study, ranks) for layer in moe_layers(model).values()]
+        with counting_bytes() as count:
+            step()
+        own |= {"sent": count.bytes, "messages": count.messages}
+        own |= pd.DataFrame([tap.counts() for tap in taps]).sum().to_dict()
+        of_ranks = pd.DataFrame(ranks.gather(own), dtype=float)
+    total, mean, most = of_ranks.sum(), of_ranks.mean(), of_ranks.max()
     cuda, tokens = ranks.device.type == "cuda", TOKENS_PER_IMAGE * layout.batch * layout.ranks
-    held = sum(p.numel() for layer in layers for p in layer.experts.parameters())
-    per_token = {
-        f"{name}_bytes": float(over_ranks(name).sum()) / (tokens * len(layers)) for name in ("sent", "minimum", "tutel")
-    }
+    held = sum(p.numel() for tap in taps for p in tap.layer.experts.parameters())
     return Measurement(
         device=torch.cuda.get_device_name() if cuda else "cpu",
         contention=1.0 if cuda else max(1.0, layout.ranks * study.threads / available_cores()),
@@ -191,48 +193,31 @@ def measure(layout: Layout, study: Study) -> Measurement:
         tokens_per_second=tokens / median,
         step=median,
         step_spread=(high - low) / 2,
-        **{name: float(over_ranks(name).mean()) for name in (*PARTS, "loss")},
-        **per_token,
-        exchange_bytes=float(over_ranks("sent").max()),
+        **{name: float(mean[name]) for name in (*PARTS, "loss")},
+        **{f"{name}_bytes": float(total[name]) / (tokens * len(taps)) for name in ("sent", "minimum", "tutel")},
+        exchange_bytes=float(most["sent"]),
         exchange_messages=float(own["messages"]),
-        memory=float(over_ranks("memory").max()),
+        memory=float(most["memory"]),
         load_imbalance=fmean(max(u.expert_load) * len(u.expert_load) / sum(u.expert_load) for u in usage),
         blocks_per_token=fmean(u.block_compute for u in usage),
         experts_per_token=fmean(u.expert_count for u in usage),
         shared_per_token=fmean(u.shared_block_count for u in usage),
-        rank_blocks=float(over_ranks("blocks").max()),
-        dropped=int(over_ranks("chosen").sum() - over_ranks("received").sum()),
+        rank_blocks=float(most["blocks"]),
+        dropped=int(total["chosen"] - total["received"]),
         dense_parameters=sum(p.numel() for p in model.parameters()) - held,
         expert_parameters=held,
     )
 
 
-def _count_exchange(
-    step: Callable[[], None], layers: Sequence[ExpertLayer], study: Study, ranks: Ranks
-) -> dict[str, float]:
-    """Take one more step with every dispatcher tapped and every all-to-all counted; this rank's sums over layers."""
-    taps = [_Tap(layer.dispatcher) for layer in layers]
-    for layer, tap in zip(layers, taps, strict=True):
-        layer.dispatcher = tap
-    with counting_bytes() as count:
-        step()
-    found: dict[str, float] = {"sent": count.bytes, "messages": count.messages, "minimum": 0.0, "tutel": 0.0}
-    for layer, tap in zip(layers, taps, strict=True):
-        layer.dispatcher = tap.dispatcher
-        size = layer.config.num_experts // layer.num_local_experts
-        traffic = Traffic.of(tap.gates, study.blocks, tap.row_bytes, size, ranks.expert_rank)
-        found["minimum"] += minimum_volume(traffic).total
-        found["tutel"] += padded_volume(traffic, ranks).total
-    return found | {name: sum(getattr(tap, name) for tap in taps) for name in ("blocks", "chosen", "received")}
-
-
 class _Tap:
-    """Stands in for a layer's dispatcher and its exchange during one step, and notes what goes in and what arrives."""
+    """Takes the place of a layer's dispatcher, and of its exchange, and notes what goes in and what arrives."""
 
     local = False  # so that tokens pass through it on one rank too
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self.dispatcher = dispatcher
+    def __init__(self, layer: Any, study: Study, ranks: Ranks) -> None:
+        self.layer, self.study, self.ranks = layer, study, ranks
+        self.dispatcher: Dispatcher = layer.dispatcher
+        layer.dispatcher = self
 
     def dispatch(self, x: Tensor, gates: Tensor, blocks: Tensor, trained: bool = True) -> _Tap:
         self.gates, self.row_bytes = gates.detach(), x.shape[1] * x.element_size()
@@ -250,14 +235,22 @@ class _Tap:
     def combine(self, rows: Tensor) -> Tensor:
         return self.exchange.combine(rows)
 
+    def counts(self) -> dict[str, float]:
+        """What the step asked of this rank's exchange; collective."""
+        size = self.layer.config.num_experts // self.layer.num_local_experts
+        traffic = Traffic.of(self.gates, self.study.blocks, self.row_bytes, size, self.ranks.expert_rank)
+        least, tutel = minimum_volume(traffic).total, padded_volume(traffic, self.ranks).total
+        found = {"minimum": least, "tutel": tutel, "blocks": self.blocks}
+        return {**found, "chosen": self.chosen, "received": self.received}
 
-def _digits(count: int, rank: int) -> tuple[Tensor, Tensor]:
+
+def _digits(count: int, rank: int) -> tuple[dict[str, Tensor], Tensor]:
     """A rank's batch of the digits task: (count, 1, 16, 16) images and (count,) labels."""
     task = digits_task()
     items = [item for dataset in task.train for item in dataset]  # type: ignore[attr-defined]
     chosen = torch.randint(len(items), (count,), generator=torch.Generator().manual_seed(rank)).tolist()
     inputs, labels = task.collate([items[i] for i in chosen])
-    return inputs["x"], labels
+    return {"x": inputs["x"]}, labels
 
 
 def available_cores() -> int:

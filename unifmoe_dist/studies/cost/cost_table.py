@@ -1,4 +1,4 @@
-"""Parameters and arithmetic of a model: N, N_A and FLOPs of the paper's cost table.
+"""The paper's cost table: N, N_A and FLOPs of a model, counted, and seconds and memory of its steps, measured.
 
 Conventions, settled by the paper's dense numbers (DeiT-S/16 with VLCS's 5 classes: N = 20.66, FLOPs = 8.57):
 
@@ -10,11 +10,17 @@ Conventions, settled by the paper's dense numbers (DeiT-S/16 with VLCS's 5 class
 
 An MoE layer is counted from what it executed on real data (`Usage`), since no library sees inside fused kernels; all
 else is the library's count. `paper.py` derives the paper's table from these rules.
+
+T-TPS, I-TPS, T-RTM, I-RTM are those of training and inference steps on the device at hand. On CUDA, memory is the
+allocator's peak. A CPU has no such counter, and a process's resident memory also holds the libraries and what earlier
+measurements left: there it is the peak of the bytes that live tensors hold, parameters, gradients and optimiser states
+included, temporaries inside one operation not. `MeasuredCost.memory_kind` says which.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import statistics
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,11 +34,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.kernels import use_kernels
+from unifmoe_dist.studies.meters import peak_bytes, seconds
 from unifmoe_dist.upcycling import moe_layers
 from unifmoe_dist.usage import UsageSummary
 
 PARAMETER_UNIT = 2**20
 FLOP_UNIT = 2**30
+MEMORY_UNIT = 2**30
+STATISTICS = ("N", "N_A", "FLOPs", "T-TPS", "I-TPS", "T-RTM", "I-RTM")
 
 
 @dataclass(frozen=True)
@@ -151,3 +160,74 @@ def _bypassed(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, int]]:
     finally:
         for layer in layers.values():
             del layer.forward
+
+
+@dataclass(frozen=True)
+class MeasuredCost:
+    """Medians over the repeats, in seconds and bytes."""
+
+    train_seconds: float  # T-TPS: forward, loss, backward and update
+    eval_seconds: float  # I-TPS
+    train_memory: int  # T-RTM
+    eval_memory: int  # I-RTM
+    memory_kind: str  # "CUDA allocator" or "live tensors"
+    device: str
+
+
+def measure_cost(
+    deploy: Callable[[], nn.Module],
+    prepare: Callable[[], nn.Module],
+    loss_of: Callable[[nn.Module, Mapping[str, Tensor], Tensor], Tensor],
+    train_batch: tuple[Mapping[str, Tensor], Tensor],
+    eval_inputs: Mapping[str, Tensor],
+    device: torch.device,
+    repeats: int = 10,
+    warmup: int = 2,
+) -> MeasuredCost:
+    """Measure a method, built anew for inference and for training, so that neither holds the other's memory.
+
+    Args:
+        deploy: Makes the model that is deployed, on the CPU.
+        prepare: Makes what is trained, on the CPU: the model with all that only training needs.
+        loss_of: `loss_of(trained, inputs, labels)`, auxiliary losses included.
+        train_batch: Inputs and labels of a training step (the paper: 32 images of each training environment).
+        eval_inputs: Inputs of an inference step (the paper: 64 images).
+        device: Where.
+        repeats: Timed steps, after `warmup` others.
+    """
+
+    def medians(model: nn.Module, step: Callable[[], object], *given: Tensor) -> tuple[float, int]:
+        # The peak is that of the first two steps: the states and gradients that the first leaves are there in the next.
+        held = [*model.parameters(), *model.buffers(), *given]
+        memory = peak_bytes(lambda: (step(), step()), device, held)
+        times = [seconds(step, device) for _ in range(warmup + repeats)]
+        return statistics.median(times[warmup:]), memory
+
+    def inference() -> tuple[float, int]:
+        model, inputs = deploy().to(device).eval(), {name: tensor.to(device) for name, tensor in eval_inputs.items()}
+        return medians(model, torch.no_grad()(lambda: model(**inputs)), *inputs.values())
+
+    def training() -> tuple[float, int]:
+        model, inputs = prepare().to(device).train(), {n: tensor.to(device) for n, tensor in train_batch[0].items()}
+        labels, optimizer = train_batch[1].to(device), torch.optim.Adam(model.parameters(), lr=1e-5)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            loss_of(model, inputs, labels).backward()
+            optimizer.step()
+
+        return medians(model, step, *inputs.values(), labels)
+
+    (eval_seconds, eval_memory), (train_seconds, train_memory) = inference(), training()
+    cuda = device.type == "cuda"
+    kind, name = ("CUDA allocator", torch.cuda.get_device_name(device)) if cuda else ("live tensors", "CPU")
+    return MeasuredCost(train_seconds, eval_seconds, train_memory, eval_memory, kind, name)
+
+
+def statistics_of(cost: Cost, measured: MeasuredCost | None = None) -> dict[str, float]:
+    """One column in the table's units: 2^20 parameters, 2^30 operations per item, seconds, GiB."""
+    counted = [cost.parameters / PARAMETER_UNIT, cost.activated / PARAMETER_UNIT, cost.flops / FLOP_UNIT]
+    if measured is not None:
+        counted += [measured.train_seconds, measured.eval_seconds]
+        counted += [measured.train_memory / MEMORY_UNIT, measured.eval_memory / MEMORY_UNIT]
+    return dict(zip(STATISTICS, counted, strict=False))

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print the findings as one JSON list")
     options = parser.parse_args(arguments)
     try:
-        from unifmoe_dist.studies.doctor import examine
+        from unifmoe_dist.studies.doctor.examination import examine
     except ImportError as error:
         sys.exit(f"error: {error}; {SETUP}")
     findings = []

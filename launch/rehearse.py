@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.studies.rehearsal.scenarios import SCENARIOS, Rehearsal
+from unifmoe_dist.studies.rehearsal.scenarios import SCENARIOS, rehearse
 from unifmoe_dist.train.cli import run_main
 from unifmoe_dist.train.options import OptionParser
 
@@ -39,9 +39,7 @@ def main(arguments: Sequence[str]) -> None:
             )
         os.execvp(words[0], [*words, sys.executable, *sys.argv])  # noqa: S606
     folder = options.output or Path(tempfile.mkdtemp(prefix="unifmoe-rehearsal-"))
-    rehearsal = Rehearsal(folder.resolve(), lambda line: print(line, flush=True))
-    for name in options.scenarios or SCENARIOS:
-        rehearsal.scenario(name)
+    rehearse(options.scenarios or SCENARIOS, folder.resolve())
     print(f"runs and logs: {folder}")
 
 

@@ -21,8 +21,7 @@ from tests.support.glue_tables import write_rte
 from tests.support.tiny_images import make_benchmark
 from unifmoe_dist.console import COMMANDS
 from unifmoe_dist.runtime.launchers import free_port
-from unifmoe_dist.studies import doctor
-from unifmoe_dist.studies.doctor import connections, data_sets, findings, gpus, software
+from unifmoe_dist.studies.doctor import connections, examination, findings, installation
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,8 +83,8 @@ def test_this_environment_is_ready(tmp_path):
 def test_problems_are_counted(monkeypatch, capsys, tmp_path):
     from launch import doctor as command
 
-    checks = (software.python, lambda: iter([findings.problem("a", "is broken", "`make setup`")]))
-    monkeypatch.setattr(doctor, "CHECKS", checks)
+    checks = (installation.python, lambda: iter([findings.problem("a", "is broken", "`make setup`")]))
+    monkeypatch.setattr(examination, "CHECKS", checks)
     for words, shown in (([], "PROBLEM a "), (["--json"], '"status": "problem"')):
         with pytest.raises(SystemExit) as left:
             command.main(["--data", str(tmp_path), *words])
@@ -95,17 +94,23 @@ def test_problems_are_counted(monkeypatch, capsys, tmp_path):
 
 
 def test_what_is_missing_comes_with_advice(monkeypatch):
-    for module in (software, gpus, connections):
+    for module in (installation, connections):
         monkeypatch.setattr(module, "version_of", lambda package: None)
     monkeypatch.setattr(shutil, "which", lambda tool, *rest: None)
-    monkeypatch.setattr(software.importlib.util, "find_spec", lambda name: None)
-    checks = (software.torch_builds, software.deepspeed, software.tutel, software.models, gpus.driver)
+    monkeypatch.setattr(installation.importlib.util, "find_spec", lambda name: None)
+    checks = (
+        installation.torch_builds,
+        installation.deepspeed,
+        installation.tutel,
+        installation.models,
+        installation.driver,
+    )
     found = [finding for check in checks for finding in check()]
     wrong = {f.subject for f in found if f.status == "problem"}
     assert wrong == {"torch", "DeepSpeed", "timm", "transformers", "datasets"}
     assert {f.subject for f in found if f.status == "note"} == {"Tutel", "text encoder", "GPU driver"}
-    monkeypatch.setattr(software, "version_of", lambda package: "2.8.0")
-    found += [*software.torch_builds(), *software.deepspeed()]
+    monkeypatch.setattr(installation, "version_of", lambda package: "2.8.0")
+    found += [*installation.torch_builds(), *installation.deepspeed()]
     assert {subjects(found)[name].status for name in ("torch", "ninja", "c++")} == {"problem"}
     for finding in found:
         assert finding.advice or finding.status == "ok"
@@ -114,8 +119,8 @@ def test_what_is_missing_comes_with_advice(monkeypatch):
 
 @pytest.mark.parametrize("version", ["2.9.1", "2.9.1+cu128", "2.10.0a0+git1", "2.14.1"])
 def test_the_oldest_torch_that_works_is_no_problem(version, monkeypatch):
-    monkeypatch.setattr(software, "version_of", lambda package: version)
-    assert next(software.torch_builds()).status == "ok"
+    monkeypatch.setattr(installation, "version_of", lambda package: version)
+    assert next(installation.torch_builds()).status == "ok"
 
 
 def test_a_check_that_fails_does_not_end_the_others(monkeypatch, tmp_path):
@@ -123,8 +128,8 @@ def test_a_check_that_fails_does_not_end_the_others(monkeypatch, tmp_path):
         raise OSError("a broken driver")
         yield
 
-    monkeypatch.setattr(doctor, "CHECKS", (broken, software.python))
-    first, second, last = doctor.examine(tmp_path)
+    monkeypatch.setattr(examination, "CHECKS", (broken, installation.python))
+    first, second, last = examination.examine(tmp_path)
     assert first.status == "problem" and "a broken driver" in first.text and first.subject == "broken"
     assert (second.subject, last.subject) == ("Python", "data")
 
@@ -155,7 +160,7 @@ def test_the_driver_and_torch_agree(newest, built, visible, status, words, monke
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible == "":
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    (finding,) = gpus.driver()
+    (finding,) = installation.driver()
     assert finding.status == status and words in finding.text
     check_commands(finding)
 
@@ -223,7 +228,7 @@ def test_ranks_that_do_not_meet(program, words, monkeypatch, tmp_path):
 def test_a_small_machine(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: type("Usage", (), {"free": 1e9, "total": 6e7}))
-    found = list(software.capacity())
+    found = list(installation.capacity())
     assert [finding.status for finding in found] == ["ok", "note", "note", "note"]
     for finding in found:
         check_commands(finding)
@@ -239,7 +244,7 @@ def test_data_sets_that_are_whole_or_not(tmp_path):
     write_rte(root / "glue/rte")
     (root / "glue/rte/dev.tsv").unlink()
     (root / "mine").mkdir()
-    found = list(data_sets.layouts(root))
+    found = list(examination.layouts(root))
     assert [(finding.subject, finding.status) for finding in found] == [
         ("PACS", "note"),
         ("VLCS", "problem"),
@@ -261,18 +266,18 @@ def test_the_advised_command_repairs_a_data_set(tmp_path):
     folder = make_benchmark(tmp_path / "vlcs", "vlcs", per_class=1)
     archive = shutil.make_archive(str(tmp_path / "VLCS"), "gztar", folder.parent, "VLCS")
     shutil.rmtree(folder / "SUN09")
-    (broken,) = data_sets.layouts(tmp_path)
+    (broken,) = examination.layouts(tmp_path)
     folder.rename(tmp_path / "away")
     words = [archive if word == "VLCS.tar.gz" else word for word in commands(broken.advice)[0][2:]]
     with pytest.warns(UserWarning, match=rf"{tmp_path}/vlcs/VLCS holds 20 images.* --root {tmp_path}/vlcs/VLCS` shows"):
         data_command.main([*words, "--quiet"])
-    (finding,) = data_sets.layouts(tmp_path)
+    (finding,) = examination.layouts(tmp_path)
     assert finding.status == "note" and "20 images" in finding.text
 
 
 def test_no_data(tmp_path):
     for folder in (tmp_path, tmp_path / "absent"):
-        (finding,) = data_sets.layouts(folder)
+        (finding,) = examination.layouts(folder)
         assert finding.status == "note" and "no data sets" in finding.text
 
 
@@ -281,13 +286,13 @@ def test_an_mpi_library_that_ends_its_process_does_not_end_the_doctor(tmp_path, 
     (tmp_path / "mpi4py/__init__.py").touch()
     (tmp_path / "mpi4py/MPI.py").write_text("import os\nos.write(2, b'*** MPI_INIT failed\\n')\nos._exit(1)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (found,) = software.mpi()
+    (found,) = installation.mpi()
     assert found.status == "note" and found.text == "the library does not start: MPI_INIT failed"
     (tmp_path / "mpi4py/MPI.py").write_text("raise RuntimeError('cannot load MPI library')\n")
-    (found,) = software.mpi()
+    (found,) = installation.mpi()
     assert found.text == "mpi4py finds no MPI library" and "Lightning" in found.advice
     check_commands(found)
     (tmp_path / "mpi4py/__init__.py").write_text("raise ModuleNotFoundError('No module named mpi4py')\n")
-    (found,) = software.mpi()
+    (found,) = installation.mpi()
     assert found.text == "mpi4py is not installed" and "unifmoe-dist[mpi]" in found.advice
     check_commands(found)

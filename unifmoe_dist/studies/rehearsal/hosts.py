@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 
@@ -34,18 +34,13 @@ _FIRST_PROCESS = (
 
 
 class Host:
-    """One host. Commands run in it share the machine's files and processors.
+    """One host, named as in a file like /etc/hosts. Its commands share the machine's files and processors.
 
-    Args:
-        name: Host name, which the hosts resolve to its address.
-        address: IPv4 address of eth0.
-        names: File in the format of /etc/hosts.
-        scratch: Folder that is this host's own, for temporary files.
+    `scratch` is a folder of the host's own, for temporary files.
     """
 
-    def __init__(self, name: str, address: str, names: Path, scratch: Path) -> None:
-        self.name, self.address = name, address
-        self._scratch = scratch
+    def __init__(self, name: str, names: Path, scratch: Path) -> None:
+        self.name, self._scratch = name, scratch
         scratch.mkdir(parents=True, exist_ok=True)
         self._process = _hold([*_OWN, "--mount-proc"], [name, str(names)])
         self.pid = psutil.Process(self._process.pid).children()[0].pid
@@ -58,14 +53,8 @@ class Host:
     def start(self, words: Sequence[str], output: IO[str] | int | None = None, **variables: str) -> subprocess.Popen:
         """Start a command inside; its standard output and error go to `output`."""
         environment = {**os.environ, "TMPDIR": str(self._scratch), **variables}
-        return subprocess.Popen(
-            self.command(words),
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        pipes: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        return subprocess.Popen(self.command(words), env=environment, text=True, **pipes)
 
     def kill(self) -> None:
         """End every process of the host at once, as a power failure does, and its network with them."""
@@ -78,10 +67,8 @@ class Host:
 class Network(AbstractContextManager):
     """Context manager of `number` hosts, node0, node1, ..., joined by a switch.
 
-    Args:
-        number: How many hosts.
-        quirks: Lines of /etc/hosts by host name, put before the others: Debian's installer, for one, lets a host's own
-            name mean 127.0.1.1.
+    `quirks` are lines of /etc/hosts by host name, put before the others: Debian's installer, for one, lets a host's own
+    name mean 127.0.1.1.
 
     Raises:
         UserError: the machine does not allow it, or lacks a program for it.
@@ -145,7 +132,7 @@ class Network(AbstractContextManager):
         for name, address in places.items():
             names = folder / f"{name}.hosts"
             names.write_text("\n".join([*filter(None, [self._quirks.get(name)]), known]))
-            host = Host(name, address, names, folder / name)
+            host = Host(name, names, folder / name)
             self.hosts.append(host)
             self._in_switch("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(host.pid))
             self._in_switch("ip", "link", "set", name, "master", "bridge", "up")
@@ -164,14 +151,10 @@ def _hold(namespaces: Sequence[str], arguments: Sequence[str]) -> subprocess.Pop
         OSError: with what the failing program said.
     """
     script = _FIRST_PROCESS if arguments else "echo ready && exec cat >/dev/null"
-    process = subprocess.Popen(
-        ["unshare", *namespaces, "--fork", "--kill-child", "sh", "-c", script, "sh", *arguments],  # noqa: S607
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # an interrupt from the keyboard is for the one that uses the hosts
-    )
+    words = ["unshare", *namespaces, "--fork", "--kill-child", "sh", "-c", script, "sh", *arguments]
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    # In a session of its own: an interrupt from the keyboard is for the one that uses the hosts.
+    process = subprocess.Popen(words, text=True, start_new_session=True, **pipes)
     assert process.stdout is not None and process.stderr is not None
     if process.stdout.readline().strip() != "ready":
         said = process.stderr.read().strip()

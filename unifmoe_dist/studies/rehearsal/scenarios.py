@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -28,16 +28,7 @@ OPTIONS = (
     "--model.num_experts 4 --data.batch_size 8 --optim.warmup_steps 10 --resume auto "
     "--parallel.expert_parallel_size auto"
 ).split()
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a job ended on one host."""
-
-    host: str
-    status: int | None  # of its launcher; None if it had to be killed
-    seconds: float  # from the event to the launcher's end
-    sentence: str | None  # why its rank stopped, if another was the cause
+say = partial(print, flush=True)
 
 
 class Job(AbstractContextManager):
@@ -46,14 +37,13 @@ class Job(AbstractContextManager):
     Args:
         hosts: Where it runs; the first one holds the rendezvous.
         run: Folder of the run, which all hosts share.
-        options: Options of launch/train.py.
     """
 
-    def __init__(self, hosts: Sequence[Host], run: Path, options: Sequence[str] = OPTIONS) -> None:
+    def __init__(self, hosts: Sequence[Host], run: Path) -> None:
         self.hosts, self.run = hosts, run
         words = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}", "--nproc-per-node=1"]
         words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={hosts[0].name}:{PORT}"]
-        words += [str(script("train")), *options, "--output", str(run)]
+        words += [str(script("train")), *OPTIONS, "--output", str(run)]
         number = len(list(run.parent.glob(f"{run.name}-*.log")))
         self.logs = [run.with_name(f"{run.name}-{number + i:02d}-{host.name}.log") for i, host in enumerate(hosts)]
         self._processes = []
@@ -74,17 +64,21 @@ class Job(AbstractContextManager):
             time.sleep(0.05)
         time.sleep(0.3)
 
-    def wait_for_ranks(self, seconds: float = ENDS_SECONDS) -> float:
+    def wait_for_ranks(self) -> float:
         """Wait until the rank of every host that is still there has said why it stops; returns the seconds."""
         started = time.monotonic()
         while any(s is None and p.poll() is None for s, p in zip(self._sentences(), self._processes, strict=True)):
-            if time.monotonic() - started > seconds:
-                raise UserError(f"a rank still hangs {seconds:.0f} s after the event; see {self.run.parent}.")
+            if time.monotonic() - started > ENDS_SECONDS:
+                raise UserError(f"a rank still hangs {ENDS_SECONDS:.0f} s after the event; see {self.run.parent}.")
             time.sleep(0.1)
         return time.monotonic() - started
 
-    def finish(self, seconds: float) -> list[Ended]:
-        """Wait for every launcher, and kill those that have not ended after so long."""
+    def finish(self, seconds: float) -> list[tuple[int | None, float]]:
+        """Wait for every launcher, and kill those that have not ended after so long.
+
+        Returns:
+            By host the launcher's exit status, None if it had to be killed, and the seconds until its end.
+        """
         started, ends = time.monotonic(), dict[int, float]()
         while len(ends) < len(self._processes) and (passed := time.monotonic() - started) < seconds:
             done = [i for i, process in enumerate(self._processes) if process.poll() is not None]
@@ -92,10 +86,23 @@ class Job(AbstractContextManager):
             time.sleep(0.05)
         statuses = [process.poll() for process in self._processes]
         self.kill()
-        return [
-            Ended(host.name, status, ends.get(i, seconds), sentence)
-            for i, (host, status, sentence) in enumerate(zip(self.hosts, statuses, self._sentences(), strict=True))
-        ]
+        return [(status, ends.get(i, seconds)) for i, status in enumerate(statuses)]
+
+    def complete(self) -> None:
+        """Run to the end, undisturbed."""
+        for host, (status, _) in zip(self.hosts, self.finish(300), strict=True):
+            if status != 0:
+                raise UserError(f"the job failed on {host.name} (status {status}); see {self.logs[0]}.")
+
+    def fail(self) -> None:
+        """Wait for the end of a job that was disturbed, and say how it ended; it must not have succeeded."""
+        ends = self.finish(ENDS_SECONDS)
+        for host, sentence, (status, seconds) in zip(self.hosts, self._sentences(), ends, strict=True):
+            how = f"ended with status {status}" if status is not None else "killed, as it still ran"
+            say(f"  {host.name}: {sentence or 'no rank is left to say anything'}")
+            say(f"  {host.name}: launcher {how} after {seconds:.1f} s")
+            if status == 0:
+                raise UserError(f"the job on {host.name} ended as if nothing had happened.")
 
     def kill(self) -> None:
         """End what is left of it: the launchers and all that they started, and nothing by its place."""
@@ -108,6 +115,7 @@ class Job(AbstractContextManager):
                 process.wait()
 
     def _sentences(self) -> list[str | None]:
+        """By host, why its rank stopped, if another was the cause."""
         texts = (log.read_text(errors="replace") for log in self.logs)
         found = (re.search(r"^rank \d+ stops because .*$", text, re.M) for text in texts)
         return [match.group() if match else None for match in found]
@@ -118,86 +126,63 @@ def losses(run: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in read_metrics(run) if record["kind"] == "train"}
 
 
-class Rehearsal:
-    """Runs scenarios over new hosts and says what happens.
+def whole(network: Network, run: Path) -> None:
+    """two hosts, one rank each, experts sharded over both"""
+    with Job(network.hosts, run) as job:
+        job.complete()
 
-    Args:
-        folder: Where runs and logs go.
-        say: Prints a line.
+
+def cut(network: Network, run: Path) -> None:
+    """the second host's cable is pulled in mid-run, put back, and the same command run again"""
+    with Job(network.hosts, run) as job:
+        job.wait_for_checkpoint()
+        network.cut(network.hosts[1])
+        say("  cable pulled; packets now vanish")
+        say(f"  the ranks of both hosts had said why they stop after {job.wait_for_ranks():.1f} s")
+        network.mend(network.hosts[1])
+        say("  cable put back")
+        job.fail()
+    whole(network, run)
+
+
+def kill(network: Network, run: Path) -> None:
+    """the second host dies in mid-run, and the first goes on alone with the same options"""
+    with Job(network.hosts, run) as job:
+        job.wait_for_checkpoint()
+        network.hosts[1].kill()
+        say("  every process of node1 killed")
+        job.fail()
+    with Job(network.hosts[:1], run) as job:
+        job.complete()
+
+
+def slow(network: Network, run: Path) -> None:
+    """100 Mbit/s, queues of up to 50 ms, one packet in a hundred lost"""
+    network.slow(megabits=100, loss_percent=1)
+    whole(network, run)
+
+
+SCENARIOS = {"cut": cut, "kill": kill, "slow": slow}
+
+
+def rehearse(names: Iterable[str], folder: Path) -> None:
+    """Run scenarios over new hosts, after an undisturbed run, and say what happens; runs and logs go into the folder.
+
+    Raises:
+        UserError: a job did not do what it must; the sentence says what.
     """
-
-    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
-        self.folder, self._say = folder, say
-        self._expected: dict[int, float] | None = None
-
-    def scenario(self, name: str) -> None:
-        """Run one of SCENARIOS, after an undisturbed run if there has been none.
-
-        Raises:
-            UserError: the job did not do what it must; the sentence says what.
-        """
-        if self._expected is None:
-            self._say("undisturbed: two hosts, one rank each, experts sharded over both")
-            started = time.monotonic()
-            with Network() as network:
-                self._complete(network.hosts, self.folder / "undisturbed")
-            self._expected = losses(self.folder / "undisturbed")
-            self._say(f"  {len(self._expected)} steps in {time.monotonic() - started:.0f} s")
-        self._say(f"{name}: {SCENARIOS[name].__doc__}")
-        started = time.monotonic()
-        run = self.folder / name
+    expected: dict[int, float] = {}
+    for name, scenario in (("undisturbed", whole), *((name, SCENARIOS[name]) for name in names)):
+        say(f"{name}: {scenario.__doc__}")
+        started, run = time.monotonic(), folder / name
         with Network() as network:
-            SCENARIOS[name](self, network, run)
+            scenario(network, run)
         found = losses(run)
-        if found.keys() != self._expected.keys():
-            raise UserError(f"{name}: {len(found)} of {len(self._expected)} steps are in {run / 'metrics.jsonl'}.")
-        worst = max(abs(found[step] - loss) for step, loss in self._expected.items())
+        expected = expected or found
+        if found.keys() != expected.keys():
+            raise UserError(f"{name}: {len(found)} of {len(expected)} steps are in {run / 'metrics.jsonl'}.")
+        worst = max(abs(found[step] - loss) for step, loss in expected.items())
         seconds = time.monotonic() - started
-        self._say(f"  all losses within {worst:.1e} of the undisturbed run's; {seconds:.0f} s in all")
+        say(f"  all {len(found)} losses within {worst:.1e} of the undisturbed run's; {seconds:.0f} s in all")
         if worst > 1e-4:
             raise UserError(f"{name}: the losses differ from the undisturbed run's by {worst:.1e}.")
-
-    def cut(self, network: Network, run: Path) -> None:
-        """the second host's cable is pulled in mid-run, put back, and the same command run again"""
-        with Job(network.hosts, run) as job:
-            job.wait_for_checkpoint()
-            network.cut(network.hosts[1])
-            self._say("  cable pulled; packets now vanish")
-            self._say(f"  the ranks of both hosts had said why they stop after {job.wait_for_ranks():.1f} s")
-            network.mend(network.hosts[1])
-            self._say("  cable put back")
-            self._tell(job.finish(60))
-        self._complete(network.hosts, run)
-
-    def kill(self, network: Network, run: Path) -> None:
-        """the second host dies in mid-run, and the first goes on alone with the same options"""
-        with Job(network.hosts, run) as job:
-            job.wait_for_checkpoint()
-            network.hosts[1].kill()
-            self._say("  every process of node1 killed")
-            self._tell(job.finish(ENDS_SECONDS))
-        self._complete(network.hosts[:1], run)
-
-    def slow(self, network: Network, run: Path) -> None:
-        """100 Mbit/s, queues of up to 50 ms, one packet in a hundred lost"""
-        network.slow(megabits=100, loss_percent=1)
-        self._complete(network.hosts, run)
-
-    def _complete(self, hosts: Sequence[Host], run: Path) -> None:
-        """Run the job to its end."""
-        with Job(hosts, run) as job:
-            for end in job.finish(300):
-                if end.status != 0:
-                    raise UserError(f"the job failed on {end.host} (status {end.status}); see {job.logs[0]}.")
-
-    def _tell(self, ends: Sequence[Ended]) -> None:
-        """Say how a disturbed job ended; it must not have succeeded."""
-        for end in ends:
-            how = f"ended with status {end.status}" if end.status is not None else "killed, as it still ran"
-            self._say(f"  {end.host}: {end.sentence or 'no rank is left to say anything'}")
-            self._say(f"  {end.host}: launcher {how} after {end.seconds:.1f} s")
-            if end.status == 0:
-                raise UserError(f"the job on {end.host} ended as if nothing had happened.")
-
-
-SCENARIOS = {"cut": Rehearsal.cut, "kill": Rehearsal.kill, "slow": Rehearsal.slow}

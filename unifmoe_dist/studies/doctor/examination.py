@@ -1,17 +1,50 @@
-"""Data sets in a folder: whether each has the layout that training expects. Names are read, images are not opened."""
+"""What works in this environment, what does not, and what to do about it: `examine`.
+
+A check is a function that yields `Finding`s. The folder of data sets is looked at for the layout that training expects:
+names are read, images are not opened.
+"""
 
 from __future__ import annotations
 
 import shlex
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from unifmoe_dist.data.benchmarks import BENCHMARKS, Benchmark
 from unifmoe_dist.data.glue_files import FORMATS, check_layout
 from unifmoe_dist.data.image_folders import list_images
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.studies.doctor.findings import Finding, expect, note, ok, problem
+from unifmoe_dist.studies.doctor import connections, installation
+from unifmoe_dist.studies.doctor.findings import SETUP, Finding, expect, note, ok, problem
+
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    installation.python,
+    installation.torch_builds,
+    installation.driver,
+    installation.devices,
+    installation.compiler,
+    installation.triton,
+    installation.deepspeed,
+    installation.tutel,
+    installation.mpi,
+    installation.models,
+    connections.names,
+    connections.interfaces,
+    connections.port,
+    connections.launcher_variables,
+    connections.backends,
+    installation.capacity,
+)
+
+
+def examine(data: Path = Path("data")) -> Iterator[Finding]:
+    """Look at everything; `data` is the folder of data sets. A check that itself fails becomes a problem."""
+    for name, check in (*((check.__name__, check) for check in CHECKS), ("data", lambda: layouts(data))):
+        try:
+            yield from check()
+        except Exception as error:
+            yield problem(name, f"{type(error).__name__}: {error}", SETUP)
 
 
 def layouts(root: Path) -> Iterator[Finding]:

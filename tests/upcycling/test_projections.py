@@ -14,7 +14,7 @@ from tests.support.small_models import HIDDEN, WIDTH, B, K, build
 from unifmoe_dist import upcycle
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling import moe_layers
-from unifmoe_dist.upcycling.activations import activation_name
+from unifmoe_dist.upcycling.dense_ffn import activation_name
 
 
 class _Packed(nn.Linear):

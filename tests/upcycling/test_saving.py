@@ -16,7 +16,7 @@ from tests.support.small_models import TEXT, VISION, B, K, assert_same, build, i
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer, upcycle
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling import moe_layers
-from unifmoe_dist.upcycling.config_entry import without_notes
+from unifmoe_dist.upcycling.saving import without_notes
 
 
 @pytest.mark.parametrize("automatic", [False, True])

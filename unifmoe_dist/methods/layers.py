@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import ExpertLayer
 from unifmoe_dist.methods.registry import EVERY_LAYER, REGISTRY, UNIF, method_of
-from unifmoe_dist.upcycling.layers import build_layer, saved_options
+from unifmoe_dist.upcycling.convert import build_layer, saved_options
 from unifmoe_dist.upcycling.upcycle import upcycle
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -20,7 +20,7 @@ from unifmoe_dist.methods.registry import EVERY_LAYER, REGISTRY, method_of
 from unifmoe_dist.runtime.ranks import Ranks
 from unifmoe_dist.train import deepspeed
 from unifmoe_dist.upcycling import moe_layers, upcycle
-from unifmoe_dist.upcycling.layers import layer_class
+from unifmoe_dist.upcycling.convert import layer_class
 
 
 def build_task(config: TrainConfig) -> TaskData:

@@ -31,7 +31,7 @@ from unifmoe_dist.train import build, checkpoint
 from unifmoe_dist.train.cli import load_train_config
 from unifmoe_dist.train.own_model import own_config, own_model
 from unifmoe_dist.upcycling import enable_from_pretrained, upcycle
-from unifmoe_dist.upcycling.layers import saved_arguments
+from unifmoe_dist.upcycling.convert import saved_arguments
 
 FORMAT = "unifmoe-model-1"
 WEIGHTS = "model.safetensors"

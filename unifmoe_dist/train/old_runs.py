@@ -25,7 +25,7 @@ def unwritten(written: Mapping[str, Any]) -> dict[str, Any]:
     method = REGISTRY.get(str(written.get("model.moe")))
     if method is None or all(f"model.{name}" in written for name in method.options if hasattr(ModelConfig, name)):
         return {}
-    from unifmoe_dist.upcycling.layers import layer_class  # PyTorch comes with it
+    from unifmoe_dist.upcycling.convert import layer_class  # PyTorch comes with it
 
     former = layer_class(method.name).config_type.former_options(expansion)
     return {f"model.{name}": value for name, value in former.items() if f"model.{name}" not in written}

@@ -24,7 +24,7 @@ from unifmoe_dist.data.task import TaskData
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.files import appearing
 from unifmoe_dist.train import build
-from unifmoe_dist.upcycling.config_entry import without_notes
+from unifmoe_dist.upcycling.saving import without_notes
 
 BACKBONE = "backbone"
 

@@ -5,7 +5,8 @@ rebuild the layers of a saved model. A model family is one entry in `ADAPTERS`.
 """
 
 from unifmoe_dist.upcycling.convert import moe_layers
-from unifmoe_dist.upcycling.families import ADAPTERS, Adapter, DenseFFN
+from unifmoe_dist.upcycling.dense_ffn import Adapter, DenseFFN
+from unifmoe_dist.upcycling.families import ADAPTERS
 from unifmoe_dist.upcycling.saving import enable_from_pretrained
 from unifmoe_dist.upcycling.upcycle import diversity_loss, upcycle
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from unifmoe_dist.upcycling.adapter import DenseFFN
+from unifmoe_dist.upcycling.dense_ffn import DenseFFN
 from unifmoe_dist.upcycling.token_mask import TokenMaskBridge
 
 

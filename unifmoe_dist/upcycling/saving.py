@@ -20,12 +20,16 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.upcycling.config_entry import KEY, adopt, mark, marked, marked_as_before
-from unifmoe_dist.upcycling.convert import convert, layer_maker, moe_layers
+from unifmoe_dist.upcycling.convert import convert, layer_maker, moe_layers, saved_arguments
 from unifmoe_dist.upcycling.families import find_adapter, match_adapter
-from unifmoe_dist.upcycling.layers import saved_arguments
+
+KEY = "unif_moe"
+"""What a saved model's configuration tells of its upcycling, one entry per call."""
+_MARK = ", in UniF-MoE layers: call unifmoe_dist.enable_from_pretrained() first"
+_FORMER_MARK = ", in UniF-MoE layers: import unifmoe_dist first"
 
 
 def enable_from_pretrained() -> None:
@@ -37,7 +41,7 @@ def enable_from_pretrained() -> None:
     """
     known = importlib.import_module("transformers.activations").ACT2FN
     for name in list(known):
-        known[marked(name)] = known[marked_as_before(name)] = OrderedDict.__getitem__(known, name)
+        known[_marked(name)] = known[unmarked(name) + _FORMER_MARK] = OrderedDict.__getitem__(known, name)
     pretrained = importlib.import_module("transformers.modeling_utils").PreTrainedModel
     original, save, load = pretrained.post_init, pretrained.save_pretrained, pretrained.__dict__["from_pretrained"]
     if hasattr(original, "rebuilds_unif_moe"):
@@ -182,3 +186,68 @@ def _check_loaded(model: nn.Module, report: dict[str, Any], source: Any) -> None
                 f"{type(model).__name__} tells, so its weights would be lost; load it with the class and configuration "
                 "that it was saved with, and let a class of your own call upcycle on its body in its __init__."
             )
+
+
+# -- what the configuration tells -------------------------------------------------------------------------------------
+
+
+def note(model: nn.Module, entry: dict[str, Any], group: ProcessGroup | None) -> bool:
+    """Add an entry to a Transformers model's config; whether the model has one (of others, nothing happens).
+
+    The model gets a config of its own, so that a dense twin built from the same object stays dense.
+    """
+    old = getattr(model, "config", None)
+    size = 1 if group is None else dist.get_world_size(group)
+    if not hasattr(old, "to_json_string"):
+        return False
+    _extend(model, [{**entry, "expert_parallel_size": size, "flat_biases": True}])
+    return True
+
+
+def adopt(model: nn.Module, entries: list[dict[str, Any]]) -> None:
+    """Add those entries of a part of the model that tell of layers of which the model's config does not."""
+    told = {index for entry in getattr(model.config, KEY, None) or [] for index in entry["layers"]}
+    if new := [entry for entry in entries if not told.intersection(entry["layers"])]:
+        _extend(model, new)
+
+
+def _extend(model: nn.Module, entries: list[dict[str, Any]]) -> None:
+    old: Any = model.config
+    new = copy.deepcopy(old)
+    setattr(new, KEY, [*(getattr(old, KEY, None) or []), *entries])
+    mark(new)
+    module: Any
+    for module in model.modules():
+        if module.__dict__.get("config") is old:
+            module.config = new
+
+
+def without_notes(config: Any) -> Any:
+    """A copy of a config as the dense model's: no notes, and the activation by its own name."""
+    dense = copy.deepcopy(config)
+    if hasattr(dense, KEY):
+        delattr(dense, KEY)
+        _rename(dense, unmarked)
+    return dense
+
+
+def mark(config: Any) -> None:
+    """Name the activation of an upcycled model's config so that Transformers alone cannot build it."""
+    _rename(config, _marked)
+
+
+def _rename(config: Any, change: Any) -> None:
+    for attribute in ("hidden_act", "activation", "activation_function", "hidden_activation"):
+        name = getattr(config, attribute, None)
+        if isinstance(name, str):
+            setattr(config, attribute, change(name))
+
+
+def unmarked(name: str) -> str:
+    """An activation's own name, of the name that an upcycled model's config has."""
+    return name.removesuffix(_MARK).removesuffix(_FORMER_MARK)
+
+
+def _marked(name: str) -> str:
+    """An activation's name as an upcycled model's config has it."""
+    return unmarked(name) + _MARK

@@ -12,10 +12,8 @@ from torch.distributed import ProcessGroup
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.layer import UniFMoELayer
 from unifmoe_dist.methods.registry import UNIF
-from unifmoe_dist.upcycling.config_entry import note
-from unifmoe_dist.upcycling.convert import convert, layer_maker, moe_layers
-from unifmoe_dist.upcycling.layers import noted
-from unifmoe_dist.upcycling.saving import enable_from_pretrained
+from unifmoe_dist.upcycling.convert import convert, layer_maker, moe_layers, noted
+from unifmoe_dist.upcycling.saving import enable_from_pretrained, note
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -28,7 +28,7 @@ from tests.support.faults import SMALL, die, on_call
 from tests.support.jobs import ROOT, Job, RunningJob, environment, free_port
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.runtime import network, rendezvous
+from unifmoe_dist.runtime import launchers, ranks
 from unifmoe_dist.studies.rehearsal.hosts import Network
 from unifmoe_dist.studies.rehearsal.scenarios import Job as RehearsedJob
 from unifmoe_dist.train import checkpoint
@@ -230,11 +230,11 @@ def test_ranks_that_start_again_do_not_meet_the_dead():
             clients = [dist.PrefixStore("x", store.clone()) for _ in range(3)]
             clients[1].set("hello/1", f"dead {attempt}")  # asked, and died before the answer
             clients[2].set("ack/dead/2", "")
-            given = pool.submit(rendezvous._give, clients[0], 3, timedelta(seconds=20))
-            asked = [pool.submit(rendezvous._ask, clients[rank], rank) for rank in (1, 2)]
+            given = pool.submit(ranks._give, clients[0], 3, timedelta(seconds=20))
+            asked = [pool.submit(ranks._ask, clients[rank], rank) for rank in (1, 2)]
             assert {future.result() for future in asked} == {given.result()}
     with pytest.raises(dist.DistStoreError, match=r"ranks \[1\] did not come"):
-        rendezvous._give(store, 2, timedelta(seconds=0))
+        ranks._give(store, 2, timedelta(seconds=0))
 
 
 def kill_rank_1(rank: int) -> None:
@@ -312,7 +312,7 @@ def test_a_rank_that_finds_nobody_says_so(tmp_path):
 
 def test_a_single_host_keeps_its_interface(monkeypatch):
     monkeypatch.setattr(os, "environ", {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": "2"})
-    network.choose_interface()
+    launchers.choose_interface()
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
@@ -321,10 +321,10 @@ def test_second_addresses_of_an_interface(monkeypatch):
         return SimpleNamespace(family=socket.AF_INET, address=address)
 
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
-    monkeypatch.setattr(network.psutil, "net_if_stats", lambda: {"eth0": SimpleNamespace(isup=True)})
+    monkeypatch.setattr(launchers.psutil, "net_if_stats", lambda: {"eth0": SimpleNamespace(isup=True)})
     addresses = {"gone0": [entry("10.0.0.1")], "eth0:1": [entry("10.0.0.2")], "eth0": [entry("10.0.0.3")]}
-    monkeypatch.setattr(network.psutil, "net_if_addrs", lambda: addresses)
-    assert network.outward_address() == "10.0.0.2"
+    monkeypatch.setattr(launchers.psutil, "net_if_addrs", lambda: addresses)
+    assert launchers.outward_address() == "10.0.0.2"
 
 
 # -- the examples -------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 SHARED_MEMORY = "deepspeed_shm_comm"
@@ -36,10 +37,8 @@ def announced(name: str, say: Callable[[str], None] | None = None) -> Iterator[N
         say: Takes each line; None prints on standard error, on the first rank of each host.
     """
     if say is None:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            yield
-            return
-        say = _print
+        first = os.environ.get("LOCAL_RANK", "0") == "0"
+        say = partial(print, file=sys.stderr, flush=True) if first else lambda line: None
     over = threading.Event()
     lock = _lock(name)
     watch = threading.Thread(target=_watch, args=(lock, _is_anothers(lock), over, say), name="compiling", daemon=True)
@@ -49,10 +48,6 @@ def announced(name: str, say: Callable[[str], None] | None = None) -> Iterator[N
     finally:
         over.set()
         watch.join()
-
-
-def _print(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _watch(lock: Path, foreign: bool, over: threading.Event, say: Callable[[str], None]) -> None:

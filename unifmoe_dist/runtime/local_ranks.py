@@ -10,6 +10,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import closing
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,7 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.runtime.launchers import free_port
 
 _SLOW_IMPORTS = (
-    "torch",
-    "torch._dynamo",
-    "torch.utils.tensorboard",
-    "deepspeed",
-    "timm",
-    "transformers.optimization",
-    "sklearn.datasets",
+    "torch torch._dynamo torch.utils.tensorboard deepspeed timm transformers.optimization sklearn.datasets".split()
 )
 
 
@@ -73,12 +68,12 @@ def run_local_ranks(
 ) -> list[Any]:
     """`LocalRanks.run` in processes of its own."""
     module = () if function.__module__ == "__main__" else (function.__module__,)
-    with LocalRanks(world_size, threads, *module) as ranks:
+    with closing(LocalRanks(world_size, threads, *module)) as ranks:
         return ranks.run(function, *args, timeout=timeout)
 
 
 class LocalRanks:
-    """Processes that are the ranks of one job after the other, until the context ends.
+    """Processes that are the ranks of one job after the other, until they are closed.
 
     What ranks print is dropped, save the end of it when one dies without a word.
 
@@ -98,12 +93,6 @@ class LocalRanks:
         self._folder = tempfile.TemporaryDirectory()
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
-
-    def __enter__(self) -> LocalRanks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the processes."""

@@ -1,9 +1,18 @@
-"""The ranks of a job: start-up, tear-down, seeds and the expert-parallel groups."""
+"""The ranks of a job: start-up, tear-down, seeds and the expert-parallel groups.
+
+torchrun's agent keeps one key-value store over all attempts of a job, and since torch 2.14 an attempt finds the
+addresses that the dead ranks of the one before left there, under the same keys. So the ranks agree on a new word:
+
+    rank r > 0:  hello/r = nonce                     waits for reply/<nonce> = word, then sets ack/<word>/r
+    rank 0:      answers every nonce that it finds, of dead ranks too, until it has all acks of its word
+"""
 
 from __future__ import annotations
 
 import os
 import random
+import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,32 +26,23 @@ import torch.distributed as dist
 from unifmoe_dist.config import ParallelConfig
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.leaving import note_joined
-from unifmoe_dist.runtime import failure, launchers, network, rendezvous
+from unifmoe_dist.runtime import failure, launchers
+
+_POLL_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place in the job.
+    """This process's place in the job."""
 
-    Args:
-        rank: Global rank.
-        world_size: Number of ranks.
-        device: Device of this rank.
-        expert_group: Ranks that share one set of residual experts; None when every rank holds all.
-        replica_group: Ranks that hold the same residual experts as this one; None where expert_group is.
-        expert_group_name: Name of the division of all ranks into such groups.
-        expert_rank: Rank inside expert_group.
-        expert_replica: Which copy of the set of experts this rank belongs to.
-    """
-
-    rank: int
+    rank: int  # of all
     world_size: int
     device: torch.device
-    expert_group: dist.ProcessGroup | None = None
-    replica_group: dist.ProcessGroup | None = None
-    expert_group_name: str | None = None
-    expert_rank: int = 0
-    expert_replica: int = 0
+    expert_group: dist.ProcessGroup | None = None  # ranks that share one set of residual experts; None: each has all
+    replica_group: dist.ProcessGroup | None = None  # that hold the same residual experts; None where expert_group is
+    expert_group_name: str | None = None  # of the division of all ranks into such groups
+    expert_rank: int = 0  # inside expert_group
+    expert_replica: int = 0  # which copy of the set of experts this rank belongs to
 
     def all_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all ranks, as float64 on the CPU."""
@@ -115,13 +115,13 @@ def running_ranks(
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
     timeout = timedelta(seconds=timeout_s)
     if not cuda:
-        network.choose_interface()
+        launchers.choose_interface()
     try:
         if not dist.is_initialized():
             size = int(os.environ["WORLD_SIZE"])
             dist.init_process_group(
                 "nccl" if cuda else "gloo",
-                store=rendezvous.own_store(timeout),
+                store=own_store(timeout),
                 rank=int(os.environ["RANK"]),
                 world_size=size,
                 timeout=timeout,
@@ -156,6 +156,45 @@ def _with_experts(place: Ranks, size: int, placement: str, timeout: timedelta) -
         expert_rank=expert_rank,
         expert_replica=replica,
     )
+
+
+def own_store(timeout: timedelta) -> dist.Store | None:
+    """A store that no earlier attempt has written to; None where a launcher gives a new one to every attempt.
+
+    Raises:
+        torch.distributed.DistError: not all ranks were there within `timeout`.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    agents = dist.PrefixStore("unifmoe", dist.TCPStore(address, port, size, is_master=False, timeout=timeout))
+    word = _give(agents, size, timeout) if rank == 0 else _ask(agents, rank)
+    return dist.PrefixStore(word, agents)
+
+
+def _ask(store: dist.Store, rank: int) -> str:
+    nonce = secrets.token_hex(8)
+    store.set(f"hello/{rank}", nonce)
+    word = store.get(f"reply/{nonce}").decode()  # waits for it
+    store.set(f"ack/{word}/{rank}", "")
+    return word
+
+
+def _give(store: dist.Store, size: int, timeout: timedelta) -> str:
+    word, answered = secrets.token_hex(8), set()
+    missing, limit = set(range(1, size)), time.monotonic() + timeout.total_seconds()
+    while missing:
+        for rank in list(missing):
+            if store.check([f"ack/{word}/{rank}"]):
+                missing.remove(rank)
+            elif store.check([f"hello/{rank}"]) and (nonce := store.get(f"hello/{rank}").decode()) not in answered:
+                store.set(f"reply/{nonce}", word)
+                answered.add(nonce)
+        if time.monotonic() > limit:
+            raise dist.DistStoreError(f"ranks {sorted(missing)} did not come")
+        time.sleep(_POLL_SECONDS)
+    return word
 
 
 def _not_joined(error: Exception, seconds: int) -> Exception:

@@ -8,26 +8,8 @@ import sys
 import warnings
 from pathlib import Path
 
-_ASCII = {
-    "α": "alpha",
-    "ε": "epsilon",
-    "λ": "lambda",
-    "μ": "mu",
-    "σ": "sigma",
-    "×": "x",
-    "±": "+-",
-    "°": " degrees",
-    "–": "-",
-    "—": "-",
-    "−": "-",
-    "→": "->",
-    "≥": ">=",
-    "≤": "<=",
-    "…": "...",
-    "’": "'",
-    "“": '"',
-    "”": '"',
-}
+_SPELLED = 'α=alpha|ε=epsilon|λ=lambda|μ=mu|σ=sigma|×=x|±=+-|°= degrees|–=-|—=-|−=-|→=->|≥=>=|≤=<=|…=...|’=\'|“="|”="'
+_ASCII = dict(pair.split("=", 1) for pair in _SPELLED.split("|"))
 _ERRORS = "unifmoe_spelled_out"
 _OURS = (Path(__file__).parents[1], Path(__file__).parents[2] / "launch")
 

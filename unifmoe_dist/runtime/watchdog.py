@@ -28,18 +28,14 @@ _CLOSED = (errno.ECONNRESET, errno.EPIPE)  # by the other kernel, which therefor
 class Notice:
     """That a rank is gone.
 
-    Args:
-        rank: The rank that went first.
-        status: Its exit status.
-        how: It failed and said so; or was lost without a word: killed, out of memory, or crashed; or is silent: its
-            host or the network to it is down.
-        host: Name of its host.
+    It failed and said so; or was lost without a word: killed, out of memory, or crashed; or is silent: its host or the
+    network to it is down.
     """
 
-    rank: int
-    status: int
+    rank: int  # that went first
+    status: int  # its exit status
     how: Literal["failed", "lost", "silent"]
-    host: str
+    host: str  # its name
 
 
 class Watchdog:
@@ -98,9 +94,12 @@ class Watchdog:
         self._leaving = True
         self._pass_on({"bye": self.rank})
         with self._lock:
-            for end in (*self._links, *([self._listener] if self._listener else [])):
+            for end in self._ends():
                 with suppress(OSError):  # closed by the other side
                     end.shutdown(socket.SHUT_RDWR)  # wakes the listening thread, which closes all
+
+    def _ends(self) -> list[socket.socket]:
+        return [*self._links, *([self._listener] if self._listener else [])]
 
     def _open(self, world_size: int) -> tuple[str, int, str, str] | None:
         """Start to listen; returns where, the word that shows who belongs to the job, and this host's name."""
@@ -120,20 +119,14 @@ class Watchdog:
         while not self._leaving and self._selector.get_map():
             for key, _ in self._selector.select():
                 end: Any = key.fileobj
-                if end is self._listener:
-                    self._accept(end)
-                else:
+                if end != self._listener:
                     self._read(end)
+                    continue
+                with suppress(OSError):  # closing
+                    self._add(end.accept()[0], _Link())
         self._selector.close()
-        for end in (*self._links, *([self._listener] if self._listener else [])):
+        for end in self._ends():
             end.close()
-
-    def _accept(self, listener: Any) -> None:
-        try:
-            end, _ = listener.accept()
-        except OSError:
-            return  # closing
-        self._add(end, _Link())
 
     def _add(self, end: socket.socket, link: _Link) -> None:
         end.settimeout(None)

@@ -57,6 +57,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def chosen(options: argparse.Namespace, on_gpu: bool) -> tuple[list[str], list[str]]:
+    """Names of layers and of models: those given, or else what the device can take."""
+    shapes, models = options.shapes or [], options.models or []
+    if options.shapes is None and options.models is None and not options.sweep:
+        shapes = [name for name in SHAPES if on_gpu or name.startswith("vision")]
+    if options.models == []:
+        models = list(MODELS) if on_gpu else ["deit-s"]
+    return shapes, models
+
+
 def main(arguments: Sequence[str]) -> None:
     options = parse(arguments)
 
@@ -71,16 +81,8 @@ def main(arguments: Sequence[str]) -> None:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     kind = options.dtype or ("bf16" if on_gpu else "fp32")
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[kind]
-    card = torch.cuda.get_device_name() if on_gpu else f"CPU, threads: {torch.get_num_threads()}"
-    where = f"{card}, {kind}, torch {torch.__version__}"
-    if kind == "bf16" and not on_gpu and not timed.has_fast_bf16():
-        where += " (this CPU has no bf16 instructions: bf16 is emulated here)"
-    shapes, models = options.shapes or [], options.models or []
-    if options.shapes is None and options.models is None and not options.sweep:
-        shapes = [name for name in SHAPES if on_gpu or name.startswith("vision")]
-    if options.models == []:
-        models = list(MODELS) if on_gpu else ["deit-s"]
+    dtype, where = timed.number_format(kind, on_gpu)
+    shapes, models = chosen(options, on_gpu)
     try:
         options.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
+from unifmoe_dist.errors import UserError
 from unifmoe_dist.runtime import heartbeat
-from unifmoe_dist.studies.estimate_options import plan_options
 from unifmoe_dist.train.cli import parse_train_config, run_main
 from unifmoe_dist.train.options import program
 
@@ -29,6 +30,32 @@ def main(arguments: Sequence[str]) -> None:
         folder, summary = finished
         draw_finished(folder)
         print(closing_words(summary, folder))
+
+
+def plan_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """--estimate and what belongs to it, and the words that are left, those of training.
+
+    Raises:
+        UserError: a value is out of range, or belongs to --estimate, which is not given.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--estimate", action="store_true")
+    for name, kind in (("num-gpus-per-node", int), ("num-nodes", int), ("gpu-memory-gb", float)):
+        parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", type=kind)
+    parser.add_argument("--estimate-device", "--estimate_device", choices=("gpu", "cpu"))
+    try:
+        options, words = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise UserError(f"{error}; see --help.") from error
+    for name, value in vars(options).items():
+        if name == "estimate" or value is None:
+            continue
+        flag = "--" + name.replace("_", "-")
+        if not options.estimate:
+            raise UserError(f"{flag} belongs to --estimate, which trains nothing; add --estimate or leave it out.")
+        if not isinstance(value, str) and not value > 0:
+            raise UserError(f"{flag} must be above 0, not {value:g}.")
+    return options, words
 
 
 if __name__ == "__main__":

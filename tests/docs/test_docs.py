@@ -12,9 +12,9 @@ import torch
 
 import unifmoe_dist
 from launch import analyze
+from launch.train import plan_options
 from tests.support.jobs import run_job
 from unifmoe_dist.config import TrainConfig
-from unifmoe_dist.studies.estimate_options import plan_options
 from unifmoe_dist.train.cli import parse_train_config
 from unifmoe_dist.train.option_list import options
 

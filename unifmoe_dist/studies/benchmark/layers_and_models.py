@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.experts import ExpertWeights
-from unifmoe_dist.kernels import use_kernels
+from unifmoe_dist.kernels import select, use_kernels
 from unifmoe_dist.kernels.activations import FUNCTIONS
 from unifmoe_dist.studies.benchmark.peers import PEERS, Peer, Shape, Unavailable
 from unifmoe_dist.studies.benchmark.side_by_side import Contender, Result, measure, prepare, ready
@@ -29,14 +31,8 @@ from unifmoe_dist.upcycling.families import find_adapter
 # The paper's layers at the operating points of its cost table.
 VISION = Shape("vision", 12608, 384, 1536, 6, 8, 11.41)
 LANGUAGE = Shape("language", 16384, 1024, 4096, 16, 16, 47.61)
-PAPER = {
-    shape.name: shape
-    for shape in (
-        VISION,
-        LANGUAGE,
-        *(replace(s, name=f"{s.name}-uniform", block_compute=None) for s in (VISION, LANGUAGE)),
-    )
-}
+UNIFORM = [replace(shape, name=f"{shape.name}-uniform", block_compute=None) for shape in (VISION, LANGUAGE)]
+PAPER = {shape.name: shape for shape in (VISION, LANGUAGE, *UNIFORM)}
 CPU_TOKENS = {"vision": 1576, "language": 256, "vision-uniform": 1576, "language-uniform": 256}
 
 
@@ -78,11 +74,7 @@ def at_operating_point(layer: UniFMoELayer, x: Tensor, block_compute: float) -> 
 
 
 class InBf16(nn.Module):
-    """A copy of a layer with bf16 weights; tokens are cast on their way in and out.
-
-    Raises:
-        Unavailable: the CPU would emulate bf16, so that the table says why it lacks this line.
-    """
+    """A copy of a layer with bf16 weights; tokens are cast on their way in and out. Unavailable if emulated."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -102,6 +94,15 @@ def has_fast_bf16() -> bool:
     """Whether this CPU multiplies bf16 by instructions of its own (AVX-512 or AMX)."""
     found = torch.cpu.get_capabilities()
     return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+
+
+def number_format(kind: str, on_gpu: bool) -> tuple[torch.dtype, str]:
+    """A dtype by its name on command lines, and what results say of where they come from."""
+    card = torch.cuda.get_device_name() if on_gpu else f"CPU, threads: {torch.get_num_threads()}"
+    where = f"{card}, {kind}, torch {torch.__version__}"
+    if kind == "bf16" and not on_gpu and not has_fast_bf16():
+        where += " (this CPU has no bf16 instructions: bf16 is emulated here)"
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[kind], where
 
 
 def contenders(shape: Shape, x: Tensor, top_ks: Sequence[int] = (1, 2), reference: bool = True) -> Iterator[Contender]:
@@ -126,7 +127,7 @@ def contenders(shape: Shape, x: Tensor, top_ks: Sequence[int] = (1, 2), referenc
     elif dtype == torch.float32:
         yield Contender("dense FFN in bf16", lambda: InBf16(dense), None, peer=True)
         yield Contender("UniF-MoE in bf16", lambda: InBf16(layer), None, peer=True)
-    yield Contender("UniF-MoE, torch grouped_mm", lambda: GroupedMM(layer), ffns, peer=True)
+    yield Contender("UniF-MoE, torch grouped_mm", lambda: layer, ffns, through_grouped_mm, peer=True)
     if reference:
         yield Contender("UniF-MoE, masked reference", lambda: layer, ffns, lambda: use_kernels("reference"))
     for top_k in top_ks:
@@ -159,7 +160,9 @@ def run_layer(
     return Result(shape.name, sizes, flops, rate, [s.timing for s in subjects], skipped, shape)
 
 
-def grouped_mm_block_ffn(x_ND: Tensor, gates_NE: Tensor, blocks_NB: Tensor, weights: ExpertWeights) -> Tensor:
+def grouped_mm_block_ffn(
+    x_ND: Tensor, gates_NE: Tensor, blocks_NB: Tensor, weights: ExpertWeights, _dropout: None = None
+) -> Tensor:
     """`reference_block_ffn` through torch's grouped product, as one would write it without kernels.
 
     `torch.nn.functional.grouped_mm` takes all (expert, block) groups in one call; gather, activation, gate and sum are
@@ -184,20 +187,11 @@ def grouped_mm_block_ffn(x_ND: Tensor, gates_NE: Tensor, blocks_NB: Tensor, weig
     return y_ND.to(x_ND.dtype)
 
 
-class GroupedMM(nn.Module):
-    """A UniF-MoE layer, its experts computed by `grouped_mm_block_ffn`."""
-
-    def __init__(self, layer: UniFMoELayer) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        routing = self.layer.route(x)
-        shared, residual = self.layer.shared.weights(), self.layer.experts.weights()
-        alpha_N1 = routing.shared_demand[:, None]
-        return grouped_mm_block_ffn(x, alpha_N1, routing.shared_blocks, shared) + grouped_mm_block_ffn(
-            x, routing.gates, ~routing.shared_blocks, residual
-        )
+@contextmanager
+def through_grouped_mm() -> Iterator[None]:
+    """Layers compute their experts by `grouped_mm_block_ffn`."""
+    with use_kernels("grouped"), patch.object(select, "grouped_block_ffn", grouped_mm_block_ffn):
+        yield
 
 
 # -- whole models -----------------------------------------------------------------------------------------------------
@@ -241,11 +235,8 @@ def _sentences(batch: int) -> tuple[Tensor, ...]:
 
 # Layers, K, B and C_B of the paper's experiments; its sequences have 128 tokens.
 MODELS = {
-    model.name: model
-    for model in (
-        Model("deit-s", _deit_small, _images, (8, 10), 6, 8, 11.41, batch=64, cpu_batch=4),
-        Model("bert-large", _bert_large, _sentences, (20, 22), 16, 16, 47.61, batch=32, cpu_batch=1),
-    )
+    "deit-s": Model("deit-s", _deit_small, _images, (8, 10), 6, 8, 11.41, batch=64, cpu_batch=4),
+    "bert-large": Model("bert-large", _bert_large, _sentences, (20, 22), 16, 16, 47.61, batch=32, cpu_batch=1),
 }
 
 

@@ -88,13 +88,8 @@ def mixtral_block(shape: Shape, top_k: int, device: torch.device, dtype: torch.d
 
     # Its experts have three matrices: at two thirds of the width they cost as much as the dense FFN. Grouped products
     # want rows of whole 16 bytes.
-    config = MixtralConfig(
-        hidden_size=shape.dim,
-        intermediate_size=8 * round(shape.hidden / 12),
-        hidden_act="silu",
-        num_local_experts=shape.experts,
-        num_experts_per_tok=top_k,
-    )
+    sizes: dict[str, Any] = dict(hidden_size=shape.dim, intermediate_size=8 * round(shape.hidden / 12))
+    config = MixtralConfig(**sizes, hidden_act="silu", num_local_experts=shape.experts, num_experts_per_tok=top_k)
     config._experts_implementation = "grouped_mm" if device.type == "cuda" else "eager"
     block = MixtralSparseMoeBlock(config)
     for parameter in block.parameters():
@@ -120,23 +115,12 @@ def megablocks_dmoe(shape: Shape, top_k: int, device: torch.device, dtype: torch
     from megablocks.layers.arguments import Arguments
     from megablocks.layers.dmoe import dMoE
 
-    arguments = Arguments(
-        hidden_size=shape.dim,
-        ffn_hidden_size=shape.hidden,
-        activation_fn=nn.functional.gelu,
-        bias=False,
-        return_bias=False,
-        moe_num_experts=shape.experts,
-        moe_top_k=top_k,
-        moe_normalize_expert_weights=1,
-        moe_loss_weight=0.0,  # above 0 it would keep every pass's scores in a global list
-        mlp_type="mlp",
-        mlp_impl="grouped",
-        fp16=dtype == torch.float16,
-        bf16=dtype == torch.bfloat16,
-        device=device,
-    )
-    return Peer(lambda self, x: self.moe(x[None])[0], moe=dMoE(arguments)).to(device, dtype)
+    sizes = dict(hidden_size=shape.dim, ffn_hidden_size=shape.hidden, moe_num_experts=shape.experts, moe_top_k=top_k)
+    kind: dict[str, Any] = dict(activation_fn=nn.functional.gelu, bias=False, return_bias=False, mlp_type="mlp")
+    kind |= dict(mlp_impl="grouped", moe_normalize_expert_weights=1)
+    kind |= dict(moe_loss_weight=0.0)  # above 0 it would keep every pass's scores in a global list
+    kind |= dict(fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16, device=device)
+    return Peer(lambda self, x: self.moe(x[None])[0], moe=dMoE(Arguments(**sizes, **kind))).to(device, dtype)
 
 
 def scattermoe_mlp(shape: Shape, top_k: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -161,18 +145,11 @@ def sonicmoe_moe(shape: Shape, top_k: int, device: torch.device, dtype: torch.dt
     need_gpu(device, (9, 0))
     if dtype not in (torch.bfloat16, torch.float16):
         raise Unavailable("its kernels take bf16 and fp16 only")
-    moe = sonicmoe.MoE(
-        num_experts=shape.experts,
-        num_experts_per_tok=top_k,
-        hidden_size=shape.dim,
-        intermediate_size=shape.hidden,
-        activation_function=sonicmoe.enums.ActivationType.GELU,
-        add_bias=False,
-        std=0.02,
-    )
-    return Peer(lambda self, x: self.moe(x, is_inference_mode=not torch.is_grad_enabled())[0], moe=moe).to(
-        device, dtype
-    )
+    sizes = dict(hidden_size=shape.dim, intermediate_size=shape.hidden, num_experts=shape.experts)
+    gelu = sonicmoe.enums.ActivationType.GELU
+    moe = sonicmoe.MoE(**sizes, num_experts_per_tok=top_k, activation_function=gelu, add_bias=False, std=0.02)
+    layer = Peer(lambda self, x: self.moe(x, is_inference_mode=not torch.is_grad_enabled())[0], moe=moe)
+    return layer.to(device, dtype)
 
 
 PEERS: dict[str, BuildPeer] = {

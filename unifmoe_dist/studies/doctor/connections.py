@@ -7,9 +7,8 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 
@@ -117,21 +116,20 @@ def _summed(backend: str, world_size: int, advice: str) -> Finding:
     import torch
 
     name = {"nccl": "NCCL"}.get(backend, backend)
-    words = [sys.executable, "-c", ADD_UP, backend]
-    place, end = str(free_port()), time.monotonic() + SECONDS
+    place = str(free_port())
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    pipes: dict[str, Any] = dict(env=clean, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    processes = [subprocess.Popen([*words, str(r), str(world_size), place], **pipes) for r in range(world_size)]
+
+    def join(rank: int) -> subprocess.CompletedProcess:
+        words = [sys.executable, "-c", ADD_UP, backend, str(rank), str(world_size), place]
+        return subprocess.run(words, env=clean, capture_output=True, text=True, timeout=SECONDS)
+
     try:
-        said = [process.communicate(timeout=max(0.1, end - time.monotonic()))[1] for process in processes]
+        with ThreadPoolExecutor(world_size) as pool:
+            ended = list(pool.map(join, range(world_size)))
     except subprocess.TimeoutExpired:
         return problem(name, f"a sum over {world_size} ranks did not come within {SECONDS:g} s", advice)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    if any(process.returncode for process in processes):
-        last = next((line.strip() for text in said for line in reversed(text.splitlines()) if line.strip()), "no word")
-        return problem(name, f"a sum over {world_size} ranks failed: {last}", advice)
+    if any(process.returncode for process in ended):
+        said = (line.strip() for process in ended for line in reversed(process.stderr.splitlines()))
+        return problem(name, f"a sum over {world_size} ranks failed: {next(filter(None, said), 'no word')}", advice)
     version = ".".join(map(str, torch.cuda.nccl.version())) + ": " if backend == "nccl" else ""
     return ok(name, f"{version}a sum over {world_size} rank{'s' * (world_size > 1)} is right")

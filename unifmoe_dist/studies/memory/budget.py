@@ -49,9 +49,7 @@ class Budget:
 def plan(config: TrainConfig, options: argparse.Namespace) -> None:
     """Print what a run takes, as it is configured and under every ZeRO stage, offloading and gradient checkpointing.
 
-    Args:
-        config: The run.
-        options: Of `estimate_options.plan_options`.
+    `options` are those of `plan_options` in launch/train.py.
     """
     ranks = world_size_from_environment()
     if os.environ["RANK"] != "0":

@@ -55,14 +55,13 @@ class MemoryEstimate:
 
 
 def estimate(config: TrainConfig, ranks: int = 1, gpu: bool = True, load: Load | None = None) -> MemoryEstimate:
-    """Estimate a run's peak.
+    """Estimate a run's peak, without its data set and weights, or a network.
 
     Args:
-        config: Configuration; needs neither data set, weights nor a network.
+        config: The run.
         ranks: World size.
         gpu: Whether ranks are GPUs with Triton kernels, or CPU processes, which keep offloaded states beside the rest.
-        load: What routing is taken to decide; None takes what routers start with (`Load.at_start`). On GPUs it matters
-            between ranks only: the buffers of the kernels there do not depend on it.
+        load: What routing is taken to decide; None: what routers start with. Of GPUs, it only matters between ranks.
 
     Raises:
         UserError: the configuration cannot work on so many ranks, or names an architecture that cannot be had offline.
@@ -123,10 +122,8 @@ def variants(config: TrainConfig) -> Iterator[TrainConfig]:
 def task_of_sizes(config: TrainConfig) -> TaskData:
     """The task with made-up items, of which `collate` knows the number only, and random weights.
 
-    Sentences have the longest length that the language tasks have, without padding.
-
-    Raises:
-        UserError: the backbone's architecture cannot be had without a network.
+    Sentences have the longest length that the language tasks have, without padding. Raises UserError where the
+    backbone's architecture cannot be had without a network.
     """
     task = find_task(config.data.task)
     collate = partial(_made_up, task.language, task.input_size(config), task.num_classes)
@@ -146,10 +143,7 @@ def _made_up(language: bool, size: tuple[int, ...], classes: int, items: Sequenc
 def sizes_of_algorithm(config: TrainConfig, task: TaskData, ranks: int) -> Algorithm:
     """The training algorithm and its models on the meta device, where only sizes exist, with one rank's experts.
 
-    Args:
-        config: Configuration.
-        task: From `task_of_sizes`.
-        ranks: Ranks that share one set of experts.
+    `task` is of `task_of_sizes`; `ranks` share one set of experts.
     """
     single = replace(config, model=replace(config.model, dispatcher="auto"))
     with torch.device("meta"):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -44,13 +45,7 @@ class Check:
 
 
 def check(config: TrainConfig, ranks: int = 1, threads: int = 1) -> Check:
-    """Train a few steps on made-up items in new processes, and estimate the same with the load that routing had there.
-
-    Args:
-        config: Configuration; needs no data and no weights.
-        ranks: World size on this machine.
-        threads: CPU threads of each rank.
-    """
+    """Train a few steps on made-up items in new processes, estimate the same with the load that routing had there."""
     measured = run_local_ranks(ranks, measure_peak, config, threads=threads)
     load = measured[0][1]  # a mean over all ranks already
     return Check(estimate(config, ranks, torch.cuda.is_available(), load).peak, tuple(peak for peak, _ in measured))
@@ -91,9 +86,8 @@ def settings(folder: Path) -> Iterator[tuple[str, TrainConfig, int]]:
     """
     from transformers import BertConfig
 
-    BertConfig(hidden_size=256, num_hidden_layers=6, num_attention_heads=8, intermediate_size=1024).save_pretrained(
-        folder
-    )
+    sizes: dict[str, Any] = dict(hidden_size=256, num_hidden_layers=6, num_attention_heads=8, intermediate_size=1024)
+    BertConfig(**sizes).save_pretrained(folder)
     model = "--model.pretrained none --model.dropout 0.1"
     common = {
         "digits ViT": "--data.task digits --data.batch_size 16",
@@ -101,36 +95,35 @@ def settings(folder: Path) -> Iterator[tuple[str, TrainConfig, int]]:
         "BERT": f"{model} --data.task rte --model.layers [2,4] --model.num_blocks 16 --model.backbone {folder} "
         "--data.batch_size 32",
     }
-    for setting, words, ranks in _SETTINGS:
-        yield setting, parse_train_config([*common[setting.partition(",")[0]].split(), *words.split()]), ranks
+    for line in _SETTINGS.strip().splitlines():
+        setting, ranks, words = (part.strip() for part in line.split("|"))
+        given = [*common[setting.partition(",")[0]].split(), *words.split()]
+        yield setting, parse_train_config(given), int(ranks)
 
 
-_SETTINGS = (
-    ("digits ViT, ZeRO 1", "", 1),
-    ("digits ViT, ZeRO 0", "--parallel.zero_stage 0", 1),
-    ("digits ViT, ZeRO 2, accumulation 2", "--parallel.zero_stage 2 --parallel.gradient_accumulation 2", 1),
-    ("digits ViT, ZeRO 1, offloaded", "--parallel.offload_optimizer true", 1),
-    ("digits ViT, SGD with momentum", "--optim.name sgd --optim.momentum 0.9", 1),
-    ("DeiT-S, 12 images, ZeRO 0", "--data.batch_size 4 --parallel.zero_stage 0", 1),
-    ("DeiT-S, 12 images, ZeRO 1", "--data.batch_size 4", 1),
-    ("DeiT-S, 12 images, ZeRO 2", "--data.batch_size 4 --parallel.zero_stage 2", 1),
-    ("DeiT-S, 6 images, ZeRO 0", "--data.batch_size 2 --parallel.zero_stage 0", 2),
-    ("DeiT-S, 6 images, ZeRO 1", "--data.batch_size 2", 2),
-    ("DeiT-S, 6 images, ZeRO 2", "--data.batch_size 2 --parallel.zero_stage 2", 2),
-    ("DeiT-S, 24 images, ZeRO 1", "--data.batch_size 8", 1),
-    ("DeiT-S, 48 images, ZeRO 1, checkpointing", "--data.batch_size 16 --parallel.gradient_checkpointing true", 1),
-    ("DeiT-S, 12 images, ZeRO 2, bf16", "--data.batch_size 4 --parallel.zero_stage 2 --parallel.precision bf16", 1),
-    ("DeiT-S, 12 images, dense", "--data.batch_size 4 --model.moe none", 1),
-    ("DeiT-S, 12 images, top-2", "--data.batch_size 4 --model.moe topk", 1),
-    ("DeiT-S, 12 images, LFME, dense", "--data.batch_size 4 --model.moe none --algorithm.name lfme", 1),
-    ("DeiT-S, 6 images, experts over 2 ranks", "--data.batch_size 4 --parallel.expert_parallel_size 2", 2),
-    ("BERT, 6 layers, 32 sentences, ZeRO 1", "", 1),
-    ("BERT, 6 layers, 32 sentences, ZeRO 2", "--parallel.zero_stage 2", 1),
-    ("BERT, 6 layers, 32 sentences, bf16, offloaded", "--parallel.precision bf16 --parallel.offload_optimizer true", 1),
-    (
-        "BERT, 6 layers, 16 sentences, 16 experts over 2 ranks",
-        "--model.num_experts 16 --parallel.expert_parallel_size 2",
-        2,
-    ),
-    ("BERT, 6 layers, 32 sentences, checkpointing", "--parallel.gradient_checkpointing true", 1),
-)
+_SETTINGS = """
+digits ViT, ZeRO 1 | 1 |
+digits ViT, ZeRO 0 | 1 | --parallel.zero_stage 0
+digits ViT, ZeRO 2, accumulation 2 | 1 | --parallel.zero_stage 2 --parallel.gradient_accumulation 2
+digits ViT, ZeRO 1, offloaded | 1 | --parallel.offload_optimizer true
+digits ViT, SGD with momentum | 1 | --optim.name sgd --optim.momentum 0.9
+DeiT-S, 12 images, ZeRO 0 | 1 | --data.batch_size 4 --parallel.zero_stage 0
+DeiT-S, 12 images, ZeRO 1 | 1 | --data.batch_size 4
+DeiT-S, 12 images, ZeRO 2 | 1 | --data.batch_size 4 --parallel.zero_stage 2
+DeiT-S, 6 images, ZeRO 0 | 2 | --data.batch_size 2 --parallel.zero_stage 0
+DeiT-S, 6 images, ZeRO 1 | 2 | --data.batch_size 2
+DeiT-S, 6 images, ZeRO 2 | 2 | --data.batch_size 2 --parallel.zero_stage 2
+DeiT-S, 24 images, ZeRO 1 | 1 | --data.batch_size 8
+DeiT-S, 48 images, ZeRO 1, checkpointing | 1 | --data.batch_size 16 --parallel.gradient_checkpointing true
+DeiT-S, 12 images, ZeRO 2, bf16 | 1 | --data.batch_size 4 --parallel.zero_stage 2 --parallel.precision bf16
+DeiT-S, 12 images, dense | 1 | --data.batch_size 4 --model.moe none
+DeiT-S, 12 images, top-2 | 1 | --data.batch_size 4 --model.moe topk
+DeiT-S, 12 images, LFME, dense | 1 | --data.batch_size 4 --model.moe none --algorithm.name lfme
+DeiT-S, 6 images, experts over 2 ranks | 2 | --data.batch_size 4 --parallel.expert_parallel_size 2
+BERT, 6 layers, 32 sentences, ZeRO 1 | 1 |
+BERT, 6 layers, 32 sentences, ZeRO 2 | 1 | --parallel.zero_stage 2
+BERT, 6 layers, 32 sentences, bf16, offloaded | 1 | --parallel.precision bf16 --parallel.offload_optimizer true
+BERT, 6 layers, 16 sentences, 16 experts over 2 ranks | 2 | --model.num_experts 16 --parallel.expert_parallel_size 2
+BERT, 6 layers, 32 sentences, checkpointing | 1 | --parallel.gradient_checkpointing true
+"""
+"""Name, ranks and options of every setting."""

@@ -62,7 +62,7 @@ def standing_in(model: nn.Module, load: Load | None, gpu: bool, ranks: int) -> I
     """Have a model's layers of experts take the memory of real ones, whatever the values; they compute nothing.
 
     Args:
-        model: The model, whose layers hold the experts of one rank. It is left with hooks and other dispatchers.
+        model: Its layers hold the experts of one rank. It is left with hooks and other dispatchers.
         load: What routing is taken to decide; None takes each layer's load at the start.
         gpu: Whether the kernels of a GPU run (Triton, for widths that it takes), or those of the CPU.
         ranks: Ranks that share one set of experts.

@@ -6,6 +6,7 @@ Every scenario is judged by the losses: however often it was stopped, a run must
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -158,7 +159,13 @@ def kill(network: Network, run: Path) -> None:
 
 def slow(network: Network, run: Path) -> None:
     """100 Mbit/s, queues of up to 50 ms, one packet in a hundred lost"""
-    network.slow(megabits=100, loss_percent=1)
+    try:
+        network.slow(megabits=100, loss_percent=1)
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = str(getattr(error, "stderr", None) or error).strip()
+        raise UserError(
+            f"the network cannot be slowed here ({said}); install nftables, or rehearse cut and kill."
+        ) from error
     whole(network, run)
 
 

@@ -117,18 +117,20 @@ def workload(point: Point, study: Study, ranks: int | None = None, expert_parall
     """A point's step, all of it from its layout and routing and nothing from a clock.
 
     On other `ranks` than the point's own it is the step of that K and routing there: no core is shared, exchanges send
-    what is expected of experts that lie anywhere, and the busiest rank's residual work follows `_imbalance`.
+    what is expected of experts that lie anywhere, and the busiest rank's residual work over the mean is 1 on one rank,
+    the busiest expert's load where each rank holds one expert, and between these linear in logarithms.
     """
-    a, r, layers = point.layout, point.result, len(study.layers)
-    tokens = r.tokens / a.ranks
+    layout, result, layers = point.layout, point.result, len(study.layers)
+    tokens = result.tokens / layout.ranks
     if ranks is None:
-        ranks, expert_parallel, contention = a.ranks, a.expert_parallel, r.contention
-        blocks, messages, sent = r.rank_blocks, r.exchange_messages, r.exchange_bytes
+        ranks, expert_parallel, contention = layout.ranks, layout.expert_parallel, result.contention
+        blocks, messages, sent = result.rank_blocks, result.exchange_messages, result.exchange_bytes
     else:
-        residual = (r.blocks_per_token - r.shared_per_token) * _imbalance(point, study, expert_parallel)
-        blocks, contention = layers * tokens * (r.shared_per_token + residual), 1.0
-        shape = a.experts, study.blocks, study.width * study.itemsize, expert_parallel
-        sent = layers * alltoall_volume(expected_traffic(tokens, r.experts_per_token, *shape)).total
+        spread = math.log(expert_parallel) / math.log(layout.experts) if expert_parallel > 1 else 0.0
+        residual = (result.blocks_per_token - result.shared_per_token) * max(1.0, result.load_imbalance) ** spread
+        blocks, contention = layers * tokens * (result.shared_per_token + residual), 1.0
+        shape = layout.experts, study.blocks, study.width * study.itemsize, expert_parallel
+        sent = layers * alltoall_volume(expected_traffic(tokens, result.experts_per_token, *shape)).total
         messages = layers * _MESSAGES_PER_LAYER * (expert_parallel - 1)
     per_block = _FLOPS_PER_BLOCK_CHANNEL * study.width * (4 * study.width // study.blocks)
     return Workload(
@@ -137,32 +139,15 @@ def workload(point: Point, study: Study, ranks: int | None = None, expert_parall
         contention=contention,
         tokens=tokens,
         flops=per_block * blocks,
-        extra_flops=per_block * max(0.0, blocks - layers * tokens * r.blocks_per_token),
-        groups=layers * study.blocks * (1 + a.experts / expert_parallel),
+        extra_flops=per_block * max(0.0, blocks - layers * tokens * result.blocks_per_token),
+        groups=layers * study.blocks * (1 + layout.experts / expert_parallel),
         messages=messages,
         bytes=sent,
-        dense_parameters=r.dense_parameters,
-        expert_parameters=r.expert_parameters * a.expert_parallel / expert_parallel,
+        dense_parameters=result.dense_parameters,
+        expert_parameters=result.expert_parameters * layout.expert_parallel / expert_parallel,
         gradient_bytes=study.itemsize,
-        zero=a.zero,
+        zero=layout.zero,
     )
-
-
-def _imbalance(point: Point, study: Study, expert_parallel: int) -> float:
-    """Residual work of the busiest rank over the mean at another expert-parallel size.
-
-    It is 1 with one rank, as measured at the measured size, and the busiest expert's load where each rank holds one
-    expert; between these its logarithm is linear in that of the size.
-    """
-    a, r = point.layout, point.result
-    tokens = len(study.layers) * r.tokens / a.ranks
-    mean = tokens * (r.blocks_per_token - r.shared_per_token)
-    measured = max(1.0, (r.rank_blocks - tokens * r.shared_per_token) / mean) if mean else 1.0
-    known = {1: 1.0, a.experts: max(1.0, r.load_imbalance)}
-    if 1 < a.expert_parallel < a.experts:
-        known[a.expert_parallel] = measured
-    sizes = sorted(known)
-    return float(np.exp(np.interp(math.log(expert_parallel), np.log(sizes), np.log([known[s] for s in sizes]))))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -18,6 +19,7 @@ from unifmoe_dist.config import DataConfig, ModelConfig, OptimConfig, ParallelCo
 from unifmoe_dist.data.digits import NUM_CLASSES, build_digits_vit, digits_task
 from unifmoe_dist.dispatch import Arrivals, Dispatcher
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.expert_layer import ExpertLayer
 from unifmoe_dist.runtime.ranks import Ranks, running_ranks, seed_everything
 from unifmoe_dist.studies.meters import process_peak, seconds
 from unifmoe_dist.studies.scaling.step_split import PARTS, split_step
@@ -48,11 +50,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Study:
-    """What all points of a study have in common.
-
-    Raises:
-        UserError: a number that no study can have.
-    """
+    """What all points of a study have in common. Raises UserError for numbers that no study can have."""
 
     width: int = 128  # model width D; experts are 4 D wide
     depth: int = 4  # transformer layers; every second one, from the second on, is upcycled
@@ -130,11 +128,7 @@ class Point:
 
 
 def train_config(layout: Layout, study: Study) -> TrainConfig:
-    """The training configuration of a point, validated.
-
-    Raises:
-        UserError: the layout cannot work, for example K is not divisible by the expert-parallel size.
-    """
+    """The training configuration of a point. Raises UserError where that cannot work."""
     chosen: dict[str, Any] = dict(num_experts=layout.experts, num_blocks=study.blocks, dispatcher=layout.dispatcher)
     parallel: dict[str, Any] = dict(zero_stage=layout.zero, precision=study.precision)
     config = TrainConfig(
@@ -177,15 +171,12 @@ def measure(layout: Layout, study: Study) -> Measurement:
         own = {"loss": float(losses[-1]), "memory": process_peak(ranks.device) - memory_before}
         usage = list(collect_usage(model, ranks).values())
         own |= split_step(step, median, _PROFILED_STEPS, ranks.device)
-        taps = [_Tap(layer, study, ranks) for layer in moe_layers(model).values()]
-        with counting_bytes() as count:
-            step()
-        own |= {"sent": count.bytes, "messages": count.messages}
-        own |= pd.DataFrame([tap.counts() for tap in taps]).sum().to_dict()
+        layers = list(moe_layers(model).values())
+        own |= _count_exchange(step, layers, study, ranks)
         of_ranks = pd.DataFrame(ranks.gather(own), dtype=float)
     total, mean, most = of_ranks.sum(), of_ranks.mean(), of_ranks.max()
     cuda, tokens = ranks.device.type == "cuda", TOKENS_PER_IMAGE * layout.batch * layout.ranks
-    held = sum(p.numel() for tap in taps for p in tap.layer.experts.parameters())
+    held = sum(p.numel() for layer in layers for p in layer.experts.parameters())
     return Measurement(
         device=torch.cuda.get_device_name() if cuda else "cpu",
         contention=1.0 if cuda else max(1.0, layout.ranks * study.threads / available_cores()),
@@ -194,7 +185,7 @@ def measure(layout: Layout, study: Study) -> Measurement:
         step=median,
         step_spread=(high - low) / 2,
         **{name: float(mean[name]) for name in (*PARTS, "loss")},
-        **{f"{name}_bytes": float(total[name]) / (tokens * len(taps)) for name in ("sent", "minimum", "tutel")},
+        **{f"{name}_bytes": float(total[name]) / (tokens * len(layers)) for name in ("sent", "minimum", "tutel")},
         exchange_bytes=float(most["sent"]),
         exchange_messages=float(own["messages"]),
         memory=float(most["memory"]),
@@ -207,6 +198,17 @@ def measure(layout: Layout, study: Study) -> Measurement:
         dense_parameters=sum(p.numel() for p in model.parameters()) - held,
         expert_parameters=held,
     )
+
+
+def _count_exchange(
+    step: Callable[[], None], layers: Sequence[ExpertLayer], study: Study, ranks: Ranks
+) -> dict[str, float]:
+    """Take one more step with every dispatcher tapped and every all-to-all counted; this rank's sums over layers."""
+    taps = [_Tap(layer, study, ranks) for layer in layers]
+    with counting_bytes() as count:
+        step()
+    sums = pd.DataFrame([tap.counts() for tap in taps]).sum().to_dict()
+    return {"sent": count.bytes, "messages": count.messages, **sums}
 
 
 class _Tap:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from unifmoe_dist.studies.figures.style import label, new_figure, save
@@ -73,9 +72,9 @@ def _figure(points: list[Point], study: Study, path: Path) -> Path:
         speed.plot(k, [r.tokens_per_second for r in mine], **style)
         memory.plot(k, [r.memory / 1e6 for r in mine], **style)
         if n > 1:
-            volume.plot(k, [r.tutel_bytes / 1e3 for r in mine], ls="--", **{**style, "marker": None})
-            volume.plot(k, [r.sent_bytes / 1e3 for r in mine], **style)
-            volume.plot(k, [r.minimum_bytes / 1e3 for r in mine], "x", color="black", ms=7, zorder=5)
+            tutel = volume.plot(k, [r.tutel_bytes / 1e3 for r in mine], ls="--", **{**style, "marker": None})
+            sent = volume.plot(k, [r.sent_bytes / 1e3 for r in mine], **style)
+            least = volume.plot(k, [r.minimum_bytes / 1e3 for r in mine], "x", color="black", ms=7, zorder=5)
     for axis, ylabel, title in (
         (speed, "tokens per second, all ranks", "Throughput"),
         (memory, "MB per rank", "Peak memory of training"),
@@ -88,7 +87,9 @@ def _figure(points: list[Point], study: Study, path: Path) -> Path:
         label(axis, "residual experts K", ylabel, title)
     speed.legend(frameon=False)
     if ranks[-1] > 1:
-        _volume_legend(volume)
+        below: dict[str, Any] = dict(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3, columnspacing=1.2)
+        below |= dict(title="colours: ranks, as in Throughput", fontsize=9, title_fontsize=9, frameon=False)
+        volume.legend([*sent, *least, *tutel], ["sent", "least possible", "Tutel, padded"], **below)
     _bars(figure.add_subplot(grid[1, :]), points, experts, ranks)
     busy = max(p.result.contention for p in points)
     note = f" (up to {busy:g} CPU threads per core)" if busy > 1 else ""
@@ -100,18 +101,6 @@ def _figure(points: list[Point], study: Study, path: Path) -> Path:
         fontsize=11,
     )
     return save(figure, path)
-
-
-def _volume_legend(axis: Axes) -> None:
-    """What each line style counts, below the axes."""
-    handles = [
-        Line2D([], [], color="grey", marker="o", ms=5, label="sent"),
-        Line2D([], [], color="black", marker="x", ls="", ms=7, label="least possible"),
-        Line2D([], [], color="grey", ls="--", label="Tutel, padded"),
-    ]
-    sizes: dict[str, Any] = dict(fontsize=9, title_fontsize=9, columnspacing=1.2, ncols=3, frameon=False)
-    title = "line style (colours: ranks, as in Throughput)"
-    axis.legend(handles=handles, title=title, loc="upper center", bbox_to_anchor=(0.5, -0.15), **sizes)
 
 
 def _log_ticks(axis: Axis) -> None:

@@ -31,19 +31,10 @@ def grid(
     dispatchers: Sequence[str],
     zero: Sequence[int],
 ) -> tuple[list[Layout], int]:
-    """Every layout of the grid that can exist, in the order of rank counts.
+    """Every layout of the grid that can exist, in the order of rank counts, and the number of those that cannot.
 
-    Args:
-        experts: Numbers K of residual experts.
-        ranks: World sizes.
-        expert_parallel: Expert-parallel sizes; 0 is the largest that divides both K and the world size.
-        batch: Images per rank and step.
-        dispatchers: Names; where every rank holds all experts, each of them is "local".
-        zero: ZeRO stages.
-
-    Returns:
-        The layouts, and how many combinations were left out because a size does not divide or more ranks than experts
-        would be needed.
+    Of `expert_parallel` sizes 0 is the largest that divides both K and the world size. Where every rank holds all
+    experts, each dispatcher is "local".
 
     Raises:
         UserError: no combination is possible, or a number is below 1.
@@ -54,10 +45,8 @@ def grid(
     for world in ranks:
         check_world_size(world)
     layouts: dict[Layout, None] = {}  # a set that keeps the order
-    left_out = 0
-    for world, k, size, images, name, stage in product(
-        sorted(set(ranks)), sorted(set(experts)), expert_parallel, batch, dispatchers, zero
-    ):
+    left_out, choices = 0, (sorted(set(ranks)), sorted(set(experts)), expert_parallel, batch, dispatchers, zero)
+    for world, k, size, images, name, stage in product(*choices):
         size = size or (1 if name == "local" else math.gcd(k, world))
         if k % size or world % size or (name == "local" and size > 1):
             left_out += 1
@@ -81,9 +70,7 @@ def default_ranks() -> list[int]:
 def run_study(layouts: Sequence[Layout], study: Study, folder: Path, progress: bool = True) -> list[Point]:
     """Measure the layouts that `folder`/scaling.csv does not hold yet, one row each, and return all of them.
 
-    Raises:
-        UserError: the folder holds a study of another shape; a layout is refused; or, once all others are done, a
-            layout failed.
+    Raises UserError where the folder holds a study of another shape, a layout is refused, or, after the others, failed.
     """
     for layout in layouts:
         train_config(layout, study)  # refuses what cannot work before any rank starts

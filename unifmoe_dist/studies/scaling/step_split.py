@@ -13,7 +13,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler import record_function
 
 from unifmoe_dist.profiling import PREFIX, profile_range
-from unifmoe_dist.studies.meters import wait
+from unifmoe_dist.studies import meters
 
 PARTS = ("route", "dispatch", "shared_experts", "residual_experts", "combine", "all_reduce", "optimizer", "other")
 """`all_reduce` is every collective of the engine: gradient reduction and, with ZeRO, gathering parameters. `other` is
@@ -40,22 +40,39 @@ def split_step(step: Callable[[], Any], seconds: float, repeats: int, device: to
 
     Returns:
         Seconds by part; they add up to `seconds`. On the CPU they are shares of the wall time of this process, waits
-        for other ranks included. On a GPU they are kernel time, and `other` takes what no kernel of another part
-        covers, idle time included.
+        for other ranks included, less what recording costs for each event. On a GPU they are kernel time, and `other`
+        takes what no kernel of another part covers, idle time included.
     """
     cuda = device.type == "cuda"
-    kinds = torch.profiler.ProfilerActivity
-    activities = [kinds.CPU, kinds.CUDA] if cuda else [kinds.CPU]
-    with named_collectives(), torch.profiler.profile(activities=activities) as recording:
+    cost = 0.0 if cuda else recording_cost()
+    with named_collectives(), _recording(cuda) as recording:
         for _ in range(repeats):
             with profile_range("step"):
                 step()
-                wait(device)
+                meters.wait(device)
     if cuda:
         parts = {name: 1e-9 * t.kernels / repeats for name, t in attribute(_events_with_kernels(recording)).items()}
         return {**parts, "other": max(0.0, seconds - sum(v for name, v in parts.items() if name != "other"))}
-    walls = {name: max(0.0, t.wall) for name, t in attribute(_events(recording)).items()}
+    walls = {name: max(0.0, t.wall - cost * t.events) for name, t in attribute(_events(recording)).items()}
     return {name: seconds * wall / sum(walls.values()) for name, wall in walls.items()}
+
+
+def recording_cost(operations: int = 1000, rounds: int = 5) -> float:
+    """Nanoseconds by which recording lengthens one small operation, the least of several rounds."""
+    x = torch.zeros(1)
+
+    def best() -> float:
+        times = (meters.seconds(lambda: [torch.neg(x) for _ in range(operations)], x.device) for _ in range(rounds))
+        return 1e9 * min(times) / operations
+
+    plain = best()
+    with _recording(cuda=False):
+        return max(0.0, best() - plain)
+
+
+def _recording(cuda: bool) -> torch.profiler.profile:
+    kinds = torch.profiler.ProfilerActivity
+    return torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA] if cuda else [kinds.CPU])
 
 
 class Event(NamedTuple):
@@ -71,9 +88,10 @@ class Event(NamedTuple):
 
 @dataclass
 class Totals:
-    """Of one part: wall time without the parts nested in it (ns), and kernel time (ns)."""
+    """Of one part: wall time without the parts nested in it (ns), events recorded, and kernel time (ns)."""
 
     wall: float = 0.0
+    events: int = 0
     kernels: float = 0.0
 
 
@@ -100,6 +118,7 @@ def attribute(events: Iterable[Event]) -> dict[str, Totals]:
             # Operations that record no node carry the next node's number, so the last to start with it made it.
             part_of_sequence[event.sequence] = part
         if around is not None or event.name == PREFIX + "step" or event.name.startswith(_BACKWARD):
+            totals[part].events += 1
             totals[part].kernels += event.kernels
             if part != around:
                 totals[part].wall += event.end - event.start

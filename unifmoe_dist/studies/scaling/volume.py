@@ -74,15 +74,9 @@ class Traffic:
         tokens, num_experts = gates.shape
         active = (gates != 0).view(tokens, group_size, num_experts // group_size)
         remote = torch.arange(group_size, device=gates.device) != rank
-        return Traffic(
-            crossings=int(active.any(-1)[:, remote].sum()),
-            gates=int(active[:, remote].sum()),
-            num_experts=num_experts,
-            num_blocks=num_blocks,
-            group_size=group_size,
-            row_bytes=row_bytes,
-            largest_load=int((gates != 0).sum(0).max()),
-        )
+        crossings, beyond = int(active.any(-1)[:, remote].sum()), int(active[:, remote].sum())
+        largest_load = int((gates != 0).sum(0).max())
+        return Traffic(crossings, beyond, num_experts, num_blocks, group_size, row_bytes, largest_load)
 
 
 def minimum_volume(traffic: Traffic) -> Volume:
@@ -130,22 +124,15 @@ def expected_traffic(
     """
     away, k = num_experts - num_experts // group_size, experts_per_token
     absent = float(binom(away, k) / binom(num_experts, k)) if k <= away else 0.0
-    return Traffic(
-        crossings=tokens * (group_size - 1) * (1.0 - absent),
-        gates=tokens * k * (group_size - 1) / group_size,
-        num_experts=num_experts,
-        num_blocks=num_blocks,
-        group_size=group_size,
-        row_bytes=row_bytes,
-        largest_load=tokens * k / num_experts,
-    )
+    crossings, beyond = tokens * (group_size - 1) * (1.0 - absent), tokens * k * (group_size - 1) / group_size
+    return Traffic(crossings, beyond, num_experts, num_blocks, group_size, row_bytes, tokens * k / num_experts)
 
 
 @contextmanager
 def counting_bytes() -> Iterator[Any]:
     """Count what this rank hands to torch.distributed.all_to_all_single for other ranks, small exchanges included.
 
-    Yields running totals: `bytes` to other ranks, and `messages`, one per peer and collective.
+    Yields running totals: `bytes`, and `messages`, one per peer and collective.
     """
     count, original = SimpleNamespace(bytes=0, messages=0), dist.all_to_all_single
 

@@ -75,15 +75,8 @@ def run_local_ranks(
 class LocalRanks:
     """Processes that are the ranks of one job after the other, until they are closed.
 
-    What ranks print is dropped, save the end of it when one dies without a word.
-
-    Args:
-        world_size: Ranks; with GPUs, at most their number.
-        threads: CPU threads of each rank.
-        modules: As of `process_context`.
-
-    Raises:
-        UserError: more ranks than GPUs.
+    What ranks print is dropped, save the end of it when one dies without a word. `threads` are those of each rank,
+    `modules` as of `process_context`. Raises UserError for more ranks than GPUs.
     """
 
     def __init__(self, world_size: int, threads: int = 1, *modules: str) -> None:

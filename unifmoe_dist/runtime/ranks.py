@@ -104,18 +104,8 @@ def running_ranks(
     """
     launchers.identify()
     launchers.find_master()
-    cuda = torch.cuda.is_available()
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    alone = torch.cuda.device_count() == 1  # Slurm may show each task its own GPU only
-    device = torch.device("cuda", 0 if alone else local_rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    elif "OMP_NUM_THREADS" not in os.environ:  # ranks that each take every core slow one another down
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
-    timeout = timedelta(seconds=timeout_s)
-    if not cuda:
-        launchers.choose_interface()
+    device, timeout = _own_device(), timedelta(seconds=timeout_s)
+    cuda = device.type == "cuda"
     try:
         if not dist.is_initialized():
             size = int(os.environ["WORLD_SIZE"])
@@ -137,6 +127,20 @@ def running_ranks(
         yield place
         place.barrier()
     dist.destroy_process_group()  # but a rank that fails must not wait for the others: its caller exits at once
+
+
+def _own_device() -> torch.device:
+    """This rank's device, made ready."""
+    if torch.cuda.is_available():
+        alone = torch.cuda.device_count() == 1  # Slurm may show each task its own GPU only
+        device = torch.device("cuda", 0 if alone else int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        return device
+    if "OMP_NUM_THREADS" not in os.environ:  # ranks that each take every core slow one another down
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
+    launchers.choose_interface()
+    return torch.device("cpu")
 
 
 def _with_experts(place: Ranks, size: int, placement: str, timeout: timedelta) -> Ranks:

@@ -42,8 +42,7 @@ class Watchdog:
     """This rank's end of the wire.
 
     Args:
-        rank: This rank.
-        world_size: Number of ranks.
+        rank: This one, of `world_size`.
         silence: Whole seconds without an answer from a rank's host after which the rank counts as gone.
         share: `share(text)` gives rank 0's text on every rank; collective.
         on_notice: Called once, on a thread of its own, when another rank is gone.

@@ -33,15 +33,7 @@ def layer_class(name: str) -> type[ExpertLayer]:
 def build_layer(
     method: str, shape: Mapping[str, Any], options: Mapping[str, Any], group: ProcessGroup | None, dispatcher: str
 ) -> ExpertLayer:
-    """A new layer.
-
-    Args:
-        method: Its name in the registry.
-        shape: `DenseFFN.shape()` of the FFN in whose place it comes.
-        options: Options by name, of which it takes the method's; those that are left out are its defaults.
-        group: Ranks that share the experts; None keeps all of them here.
-        dispatcher: How tokens reach experts on other ranks.
-    """
+    """A new layer in the place of an FFN of that `DenseFFN.shape()`; of the options it takes those of the method."""
     layer = layer_class(method)
     config = layer.config_type.from_options({**method_of(method).taken(options), **shape})
     return layer(config, group, dispatcher)

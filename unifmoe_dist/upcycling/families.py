@@ -66,12 +66,7 @@ ADAPTERS: list[Adapter] = [
 
 
 def find_adapter(model: nn.Module) -> Adapter:
-    """The adapter for a model.
-
-    Raises:
-        UserError: No family matches. The message names a supported model inside of this one, or lists the families
-            and says how to add another.
-    """
+    """The adapter for a model. Raises UserError where no family matches."""
     if adapter := match_adapter(model):
         return adapter
     transformers = sys.modules.get("transformers.modeling_utils")

@@ -21,7 +21,8 @@ from unifmoe_dist.train.step import TrainingStep
 
 
 def config_of(task, method):
-    from unifmoe_dist.methods.registry import METHODS, with_options
+    from unifmoe_dist.config.named import with_options
+    from unifmoe_dist.methods.registry import METHODS
 
     benchmark = find_task(task)
     config = load_train_config(f"configs/{benchmark.base_config}")

@@ -214,9 +214,8 @@ def test_statistics_stay_float32():
     ],
 )
 def test_options_that_do_not_fit(options, message):
-    config = TrainConfig(model=ModelConfig(**options), parallel=ParallelConfig(expert_parallel_size=2))
     with pytest.raises(UserError, match=message):
-        config.validate(2)
+        TrainConfig(model=ModelConfig(**options), parallel=ParallelConfig(expert_parallel_size=2)).validate(2)
 
 
 def test_layers_that_do_not_fit():

@@ -38,6 +38,7 @@ PURPOSES = {
     "safetensors": "checkpoints",
     "pyyaml": "configurations",
     "jsonargparse": "command lines",
+    "pydantic": "checked options",
     "tqdm": "progress bars",
     "jinja2": "HTML reports",
     "psutil": "machine facts",

@@ -92,7 +92,8 @@ def test_epochs_that_contradict(words, expected):
 
 
 def test_a_run_in_epochs_resumes_only_with_the_same_epochs(tmp_path):
-    config = rte_config(tmp_path, tmp_path / "run", epochs=3, steps=9)
+    config = rte_config(tmp_path, tmp_path / "run", epochs=3)
+    config.steps = 9  # as in_steps plans it
     check_epochs(config, 3, {"epoch_steps": 3, "step": 9})
     with pytest.raises(UserError, match="epochs had 2 steps and would now have 3.*data.batch_size"):
         check_epochs(config, 3, {"epoch_steps": 2, "step": 2})

@@ -46,6 +46,10 @@ class Algorithm(nn.Module):
         self.model = model
         self.environments = environments
         self.extra = nn.ModuleDict()
+        self.build(num_classes, options, make_model)
+
+    def build(self, num_classes: int, options: AlgorithmConfig, make_model: Callable[[], nn.Module]) -> None:
+        """Read its options and fill `extra`; by default, nothing."""
 
     @classmethod
     def adapt(cls, model: nn.Module, options: AlgorithmConfig) -> nn.Module:

@@ -71,21 +71,13 @@ def add_selective_head(model: nn.Module, channel_ratio: float) -> nn.Module:
 class DMDA(Algorithm):
     """Trains a model with a SelectiveHead; the class expert, its embedding and the approximator are for training."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        environments: int,
-        num_classes: int,
-        options: AlgorithmConfig,
-        make_model: Callable[[], nn.Module],
-    ) -> None:
-        super().__init__(model, environments, num_classes, options, make_model)
+    def build(self, num_classes: int, options: AlgorithmConfig, make_model: Callable[[], nn.Module]) -> None:
         self.options = options.dmda
         channels = self.head.classifier.in_features
         wide, hidden = self.options.expert_dim, self.options.approximator_dim
         self.extra["expert"] = _mlp([channels, wide, wide // 4, num_classes], bias=False)
         self.extra["embedding"] = nn.Linear(num_classes, channels)
-        self.extra["approximator"] = _mlp([channels, hidden, hidden, environments], bias=True)
+        self.extra["approximator"] = _mlp([channels, hidden, hidden, self.environments], bias=True)
 
     @classmethod
     def adapt(cls, model: nn.Module, options: AlgorithmConfig) -> nn.Module:

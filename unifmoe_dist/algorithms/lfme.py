@@ -36,16 +36,8 @@ class LFME(Algorithm):
     Works with any model, whatever its inputs.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        environments: int,
-        num_classes: int,
-        options: AlgorithmConfig,
-        make_model: Callable[[], nn.Module],
-    ) -> None:
-        super().__init__(model, environments, num_classes, options, make_model)
-        self.experts = [make_model() for _ in range(environments)]
+    def build(self, num_classes: int, options: AlgorithmConfig, make_model: Callable[[], nn.Module]) -> None:
+        self.experts = [make_model() for _ in range(self.environments)]
         self.extra["experts"] = nn.ModuleList(self.experts)
         self.guidance_weight = options.lfme.guidance_weight
 

@@ -34,19 +34,11 @@ from unifmoe_dist.config import AlgorithmConfig
 class PCMoE(Algorithm):
     """The model, a linear expert per training environment, and a gate over them."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        environments: int,
-        num_classes: int,
-        options: AlgorithmConfig,
-        make_model: Callable[[], nn.Module],
-    ) -> None:
-        super().__init__(model, environments, num_classes, options, make_model)
+    def build(self, num_classes: int, options: AlgorithmConfig, make_model: Callable[[], nn.Module]) -> None:
         self.options = options.pcmoe
-        channels = classifier_of(model, "pcmoe").in_features
-        self.extra["experts"] = nn.ModuleList(nn.Linear(channels, num_classes) for _ in range(environments))
-        self.extra["gate"] = nn.Linear(channels, environments)
+        channels = classifier_of(self.model, "pcmoe").in_features
+        self.extra["experts"] = nn.ModuleList(nn.Linear(channels, num_classes) for _ in range(self.environments))
+        self.extra["gate"] = nn.Linear(channels, self.environments)
 
     def forward(self, inputs: dict[str, Tensor], labels: Tensor, step: int) -> tuple[Tensor, Tensor]:
         features = pooled_features(self.model, inputs)

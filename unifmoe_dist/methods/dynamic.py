@@ -7,19 +7,19 @@ takes a free slot. Mask and statistics are buffers, so a checkpoint resumes them
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
+from pydantic import model_validator
 from torch import Tensor
 
-from unifmoe_dist.config import ExpertLayerConfig
+from unifmoe_dist.config import ExpertLayerConfig, checked
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods.gated import GatedExpertLayer
 
 
-@dataclass(frozen=True)
+@checked(frozen=True)
 class DynamicConfig(ExpertLayerConfig):
     """Shape of a layer whose number of experts changes; num_experts is the most there can be.
 
@@ -29,13 +29,14 @@ class DynamicConfig(ExpertLayerConfig):
 
     initial_experts: int = 6
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.initial_experts, int) or not 1 <= self.initial_experts <= self.num_experts:
+    @model_validator(mode="after")
+    def _starts_within(self) -> Self:
+        if not 1 <= self.initial_experts <= self.num_experts:
             raise UserError(
-                f"{self.initial_experts!r} experts to start with must be a whole number from 1 to the most there can "
-                f"be, {self.num_experts}."
+                f"{self.initial_experts} experts to start with must be a whole number from 1 to the most there can be, "
+                f"{self.num_experts}."
             )
+        return self
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Self:

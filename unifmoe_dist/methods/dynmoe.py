@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unifmoe_dist.config import checked
+from unifmoe_dist.config.layers import AdaptEvery
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import AppliedStep, ChangedRows
 from unifmoe_dist.methods.dynamic import DynamicConfig, DynamicExpertLayer
@@ -26,7 +27,7 @@ from unifmoe_dist.usage import uncounted
 LARGEST_SCALE = 100.0
 
 
-@dataclass(frozen=True)
+@checked(frozen=True)
 class DynMoEConfig(DynamicConfig):
     """Shape of a DynMoE layer.
 
@@ -37,14 +38,8 @@ class DynMoEConfig(DynamicConfig):
             scripts for DomainBed and GLUE use the gate without.
     """
 
-    adapt_every: int | Literal["epoch"] = 1
+    adapt_every: AdaptEvery = 1
     gate_temperature: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        number = isinstance(self.adapt_every, int) and self.adapt_every >= 0
-        if not number and self.adapt_every != "epoch":
-            raise UserError(f"adapt_every must be a whole number of at least 0 or epoch, not {self.adapt_every!r}.")
 
     @classmethod
     def former_options(cls, expansion_steps: int | None) -> Mapping[str, Any]:

@@ -6,13 +6,15 @@ DomainBed setting is 24 experts, top 4, in two layers of a ViT-S.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from pydantic import model_validator
 from torch import Tensor, nn
 
+from unifmoe_dist.config import checked
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import AppliedStep, ChangedRows
 from unifmoe_dist.methods.balanced_kmeans import balanced_kmeans
@@ -20,17 +22,18 @@ from unifmoe_dist.methods.gated import GatedExpertLayer, Gating
 from unifmoe_dist.methods.noisy_top_k import NoisyTopKConfig, noisy_top_k
 
 
-@dataclass(frozen=True)
+@checked(frozen=True)
 class EMoEConfig(NoisyTopKConfig):
     """Shape of a layer that splits the dense FFN; num_experts must divide its hidden_dim."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    @model_validator(mode="after")
+    def _splits_evenly(self) -> Self:
         if self.hidden_dim % self.num_experts:
             raise UserError(
                 f"hidden_dim {self.hidden_dim} is not divisible by num_experts {self.num_experts}, but EMoE splits the "
                 "dense FFN evenly; choose a num_experts that divides it."
             )
+        return self
 
 
 class EMoELayer(GatedExpertLayer[EMoEConfig]):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -17,7 +17,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unifmoe_dist.errors import UserError
+from unifmoe_dist.config import checked
+from unifmoe_dist.config.checked import Fraction
+from unifmoe_dist.config.layers import Window
 from unifmoe_dist.expert_layer import AppliedStep, ChangedRows
 from unifmoe_dist.experts import ExpertWeights
 from unifmoe_dist.methods.dynamic import DynamicConfig, DynamicExpertLayer
@@ -25,7 +27,7 @@ from unifmoe_dist.methods.gated import Gating
 from unifmoe_dist.methods.mass_schedule import VISION, MASSRecipe, mass_schedule
 
 
-@dataclass(frozen=True)
+@checked(frozen=True)
 class MASSConfig(DynamicConfig):
     """Shape of a MASS layer.
 
@@ -42,21 +44,14 @@ class MASSConfig(DynamicConfig):
         untried: Copies that there may be before the last one is tried; the authors use 0 on DomainBed and 1 on GLUE.
     """
 
-    mass_threshold: float = 0.3
+    mass_threshold: Fraction = 0.3
     expansion_steps: int = 500
-    window: int = 200
+    window: Window = 200
     warmup: int = 100
     p_limit: float = 0.01
     similarity_limit: float = 0.001
     patience: int = 3
     untried: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.mass_threshold <= 1:
-            raise UserError(f"mass_threshold must be above 0 and at most 1, not {self.mass_threshold!r}.")
-        if self.window < 2:
-            raise UserError(f"window must be at least 2 steps, not {self.window!r}.")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Self:

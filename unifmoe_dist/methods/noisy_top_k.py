@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from unifmoe_dist.errors import UserError
+from unifmoe_dist.config import checked
+from unifmoe_dist.config.layers import LoadLoss
 from unifmoe_dist.methods.gated import largest
 from unifmoe_dist.methods.topk import TopKConfig
 
-LoadLoss = Literal["tutel", "shazeer"]
 
-
-@dataclass(frozen=True)
+@checked(frozen=True)
 class NoisyTopKConfig(TopKConfig):
     """Shape of a top-k layer whose choice is noisy in training.
 
@@ -30,11 +29,6 @@ class NoisyTopKConfig(TopKConfig):
     """
 
     load_loss: LoadLoss = "tutel"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.load_loss not in get_args(LoadLoss):
-            raise UserError(f"load_loss must be tutel or shazeer, not {self.load_loss!r}.")
 
     @classmethod
     def former_options(cls, expansion_steps: int | None) -> Mapping[str, Any]:

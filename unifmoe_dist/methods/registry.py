@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from unifmoe_dist.algorithms.registry import REGISTRY as ALGORITHMS
 from unifmoe_dist.errors import UserError
@@ -222,25 +222,3 @@ def in_order(names: set[str]) -> list[str]:
         return len(fixed), kind, float(value)
 
     return sorted(names, key=place)
-
-
-Config = TypeVar("Config")
-
-
-def with_options(config: Config, options: Mapping[str, Any]) -> Config:
-    """A copy of a configuration with options changed by dotted name.
-
-    Raises:
-        KeyError: an option does not exist.
-    """
-    result = config
-    for dotted, value in options.items():
-        result = _changed(result, dotted.split("."), value)
-    return result
-
-
-def _changed(node: Any, path: list[str], value: Any) -> Any:
-    name = path[0]
-    if not hasattr(node, name):
-        raise KeyError(name)
-    return replace(node, **{name: value if len(path) == 1 else _changed(getattr(node, name), path[1:], value)})

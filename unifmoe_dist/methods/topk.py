@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.distributed as dist
+from pydantic import model_validator
 from torch import Tensor, nn
 
-from unifmoe_dist.config import ExpertLayerConfig
+from unifmoe_dist.config import ExpertLayerConfig, checked
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods.gated import GatedExpertLayer, Gating, largest
 
 
-@dataclass(frozen=True)
+@checked(frozen=True)
 class TopKConfig(ExpertLayerConfig):
     """Shape of a layer that sends every token to the same number of experts.
 
@@ -23,10 +24,11 @@ class TopKConfig(ExpertLayerConfig):
 
     top_k: int = 2
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.top_k, int) or not 1 <= self.top_k <= self.num_experts:
-            raise UserError(f"top_k {self.top_k!r} must be a whole number from 1 to num_experts {self.num_experts}.")
+    @model_validator(mode="after")
+    def _so_many_are_there(self) -> Self:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise UserError(f"top_k {self.top_k} must be a whole number from 1 to num_experts {self.num_experts}.")
+        return self
 
 
 class TopKLayer(GatedExpertLayer[TopKConfig]):

@@ -7,15 +7,17 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
 from unifmoe_dist import resources
 from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.config.named import by_dotted_name, made_of
+from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.leaving import leave_if_joined
 from unifmoe_dist.runtime import failure, heartbeat, signals, terminal
@@ -29,7 +31,7 @@ from unifmoe_dist.train.run import resumes
 def train_parser(prog: str | None = None) -> ArgumentParser:
     """Parser of every TrainConfig field, a YAML file through --config, and --print-config."""
     # Otherwise a value such as `model: some.module.Class` would be imported, which runs that module.
-    set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=[TrainConfig.__module__])
+    set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=["unifmoe_dist.config"])
     parser = ArgumentParser(
         prog=prog,
         usage="%(prog)s [--config FILE] [--OPTION VALUE ...]",
@@ -53,6 +55,15 @@ def parse_train_config(arguments: Sequence[str], prog: str | None = None) -> Tra
     A run that is resumed keeps the options it was started with; words on the command line change them.
 
     Raises:
+        UserError: an unknown key, a wrong value or type, options that do not go together or a missing file.
+    """
+    return made_of(TrainConfig, parse_options(arguments, prog))
+
+
+def parse_options(arguments: Sequence[str], prog: str | None = None) -> dict[str, Any]:
+    """All options of a command line by dotted name, as `parse_train_config` takes them; only their types are checked.
+
+    Raises:
         UserError: an unknown key, a wrong type or a missing file.
     """
     parser, words = train_parser(prog), _tidy(arguments)
@@ -72,7 +83,11 @@ def parse_train_config(arguments: Sequence[str], prog: str | None = None) -> Tra
 
         mistake = mistake_in_words(words, _names(parser), fits)
         raise UserError(mistake or _as_it_is(error)) from error
-    return as_config(parser, parsed)
+    return _by_name(parsed)
+
+
+def _by_name(parsed: Namespace) -> dict[str, Any]:
+    return {name: value for name, value in by_dotted_name(parsed.as_dict()).items() if name != "config"}
 
 
 def _read_alone(parser: ArgumentParser, path: Path) -> Namespace:
@@ -126,21 +141,9 @@ def load_train_config(path: str) -> TrainConfig:
     parsed = _read_alone(parser, Path(path))
     if missing := unwritten_words(Path(path)):
         parsed = parser.parse_args(["--config", path, *missing])
-    return as_config(parser, parsed)
-
-
-def as_config(parser: ArgumentParser, parsed: Namespace) -> TrainConfig:
-    """The parsed options as a configuration.
-
-    Raises:
-        UserError: a group of options, such as model, is a single value.
-    """
-    for field in fields(TrainConfig):
-        value = parsed[field.name]
-        if is_dataclass(field.default_factory) and not isinstance(value, Namespace):
-            raise UserError(f"{field.name} is {value!r}, but must hold options, such as those of --help.")
-    values = parser.instantiate_classes(parsed).as_dict()
-    return TrainConfig(**{k: v for k, v in values.items() if k in TrainConfig.__dataclass_fields__})
+    options = _by_name(parsed)
+    ignored = find_task(options["data.task"]).ignored  # earlier versions let them pass
+    return made_of(TrainConfig, {name: value for name, value in options.items() if name not in ignored})
 
 
 def dump_train_config(config: TrainConfig) -> str:

@@ -7,7 +7,7 @@ missing items from the beginning of the next pass, and no item is left out.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from copy import copy
 from typing import Any
 
 from unifmoe_dist.config import TrainConfig
@@ -24,8 +24,9 @@ def in_steps(config: TrainConfig, task: TaskData) -> TrainConfig:
     """The configuration with `epochs`, if given, turned into `steps`, and an evaluation after each."""
     if config.epochs is None:
         return config
-    size = steps_per_epoch(config, task)
-    return replace(config, steps=config.epochs * size, eval_every=size)
+    size, planned = steps_per_epoch(config, task), copy(config)
+    planned.steps, planned.eval_every = config.epochs * size, size  # as nobody may give them beside epochs
+    return planned
 
 
 def check_epochs(config: TrainConfig, epoch_steps: int, progress: dict[str, Any]) -> None:

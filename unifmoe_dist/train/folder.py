@@ -10,12 +10,12 @@ from typing import Any
 
 from unifmoe_dist.algorithms.registry import REGISTRY as ALGORITHMS
 from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.config.named import as_word, by_dotted_name
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods.registry import method_of
 from unifmoe_dist.train import checkpoint
 from unifmoe_dist.train.cli import load_train_config
-from unifmoe_dist.train.option_values import as_word, by_dotted_name
 from unifmoe_dist.train.run import check_free, resumes, unused
 
 

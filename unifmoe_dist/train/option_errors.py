@@ -11,9 +11,9 @@ from typing import Any, get_origin
 import yaml
 
 from unifmoe_dist.config import NO_ZERO_3
+from unifmoe_dist.config.checked import words_of
+from unifmoe_dist.errors import listed
 from unifmoe_dist.train.option_list import options as every_option
-from unifmoe_dist.train.option_list import words_of
-from unifmoe_dist.train.options import listed
 
 _LAUNCHERS = ("num_gpus", "num_accelerators", "num_nodes", "master_port", "hostfile", "nproc-per-node", "nnodes")
 _ALONE = ("help", "print-config")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from docstring_parser import parse
 
 from unifmoe_dist.config import TrainConfig
-
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "null"}
+from unifmoe_dist.config.checked import words_of
 
 
 @dataclass(frozen=True)
@@ -38,24 +36,6 @@ class Option:
     def values(self) -> str:
         """What it may be, in words."""
         return " or ".join(words_of(self.type))
-
-
-def words_of(kind: Any) -> list[str]:
-    """What a value of a type may be, each in words."""
-    return list(dict.fromkeys(_values(kind)))
-
-
-def _values(kind: Any) -> Iterator[str]:
-    if get_origin(kind) is Literal:
-        yield from (str(value).lower() if isinstance(value, bool) else str(value) for value in get_args(kind))
-    elif get_origin(kind) in (Union, types.UnionType):
-        for part in get_args(kind):
-            yield from _values(part)
-    elif get_origin(kind) in (list, tuple):
-        plural = " or ".join(_values(get_args(kind)[0])).removeprefix("a ") + "s"
-        yield f"{len(get_args(kind))} {plural}" if get_origin(kind) is tuple else f"a list of {plural}"
-    else:
-        yield _WORDS[kind]
 
 
 def options(cls: Any = TrainConfig, prefix: str = "") -> Iterator[Option]:

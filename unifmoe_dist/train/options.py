@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from unifmoe_dist.errors import UserError
+from unifmoe_dist.errors import UserError, listed
 
 _program: str | None = None  # a process runs one command
 
@@ -104,9 +104,3 @@ def _one_sentence(message: str, names: Iterable[str]) -> str:
 
 def _flag(name: str) -> str:
     return name.rpartition("/")[2]  # of --a/--b, the last
-
-
-def listed(names: Sequence[str], word: str) -> str:
-    """Names as people list them: "a, b and c"."""
-    *first, last = names
-    return f"{', '.join(first)} {word} {last}" if first else last

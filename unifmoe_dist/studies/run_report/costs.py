@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from unifmoe_dist.algorithms import Algorithm
 from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.config.named import with_options
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.task import Batch
 from unifmoe_dist.data.text import MAX_LENGTH
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.methods.registry import METHODS, method_of, with_options
+from unifmoe_dist.methods.registry import METHODS, method_of
 from unifmoe_dist.runtime.heartbeat import followed
 from unifmoe_dist.runtime.ranks import seed_everything
 from unifmoe_dist.studies.cost.cost_table import Cost, MeasuredCost, count_cost, measure_cost, statistics_of
@@ -127,14 +128,15 @@ def method_config(config: TrainConfig, name: str) -> TrainConfig:
     Raises:
         UserError: It sends tokens to more experts than there are.
     """
-    options = {**NEUTRAL, "model.capacity_factor": None}
+    options = {**NEUTRAL, "model.capacity_factor": None, "optim.auxiliary_weight": None}
     if method_of(config.model.moe).slices:  # of a dense FFN: their number means nothing elsewhere
         options["model.num_experts"] = TrainConfig().model.num_experts
     own = find_task(config.data.task).method_options.get(name, {})
-    result = with_options(config, {**options, **METHODS[name].options, **own})
-    if "top_k" in method_of(result.model.moe).options and result.model.top_k > result.model.num_experts:
-        raise UserError(f"there are {result.model.num_experts} experts")
-    return result
+    options |= {**METHODS[name].options, **own}
+    experts = options.get("model.num_experts", config.model.num_experts)
+    if max(options.get("model.top_k") or 1, options["model.fixed_experts"] or 1) > experts:
+        raise UserError(f"there are {experts} experts")
+    return with_options(config, options)
 
 
 def _counted(run: LoadedRun, sample: Sample) -> Batch:

@@ -13,6 +13,7 @@ import torch
 
 from unifmoe_dist import __version__
 from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.config.named import as_word, by_dotted_name
 from unifmoe_dist.methods.registry import METHODS
 from unifmoe_dist.studies.cost.cost_table import STATISTICS
 from unifmoe_dist.studies.cost.paper import published_cost
@@ -21,7 +22,6 @@ from unifmoe_dist.studies.page import Block, Cell, Code, KeyNumber, Number, Pict
 from unifmoe_dist.studies.run_report.loading import LoadedRun, layer_names
 from unifmoe_dist.studies.run_report.study import RunStudy
 from unifmoe_dist.train.cli import dump_train_config
-from unifmoe_dist.train.option_values import as_word, by_dotted_name
 from unifmoe_dist.upcycling import moe_layers
 
 _PACKAGES = ("torch", "deepspeed", "timm", "transformers", "numpy", "scipy", "matplotlib")

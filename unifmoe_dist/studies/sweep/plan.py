@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.config.named import made_of
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.methods.registry import find_method, with_options
+from unifmoe_dist.methods.registry import find_method
 from unifmoe_dist.studies.tables import SEEDS
-from unifmoe_dist.train.cli import parse_train_config
+from unifmoe_dist.train.cli import parse_options
 
 # What a sweep sets for each run, and how to say it instead.
 _COORDINATES = {
@@ -56,9 +58,12 @@ class Run:
     @property
     def name(self) -> str:
         """A run in a few words."""
-        lr = "" if self.lr is None else f" lr {self.lr:g}"
-        held_out = "" if self.held_out is None else f" {self.held_out}"
-        return f"{self.task}{held_out} {self.method} seed {self.seed}{lr}"
+        return _in_words(self.task, self.held_out, self.method, self.seed, self.lr)
+
+
+def _in_words(task: str, held_out: str | None, method: str, seed: int, lr: float | None) -> str:
+    place = task if held_out is None else f"{task} {held_out}"
+    return f"{place} {method} seed {seed}" + ("" if lr is None else f" lr {lr:g}")
 
 
 @dataclass(frozen=True)
@@ -136,27 +141,26 @@ def _refuse_repeats(selection: Selection) -> None:
 
 
 @cache
-def _base(path: Path, settings: tuple[str, ...]) -> TrainConfig:
+def _base(path: Path, settings: tuple[str, ...]) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"base configuration {path} does not exist; give another with --config.")
-    return parse_train_config(["--config", str(path), *(f"--{word}" for word in settings)], prog="sweep.py")
+    return parse_options(["--config", str(path), *(f"--{word}" for word in settings)], prog="sweep.py")
 
 
 def _run(
-    task: str, held_out: str | None, method: str, seed: int, lr: float | None, base: TrainConfig, output: Path
+    task: str, held_out: str | None, method: str, seed: int, lr: float | None, base: Mapping[str, Any], output: Path
 ) -> Run:
     leaf = f"seed{seed}" if lr is None else f"seed{seed}-lr{lr:g}"
     folder = output.joinpath(task, *([] if held_out is None else [folder_name(held_out)]), method, leaf)
     own = {**find_method(method).options, **find_task(task).method_options.get(method, {})}
     options = {"data.task": task, "data.held_out": held_out, "seed": seed, "output": str(folder), "optim.lr": lr}
     options = {name: value for name, value in options.items() if value is not None}
-    config = with_options(base, own | options | {"resume": False, "progress": False})
-    run = Run(task, held_out, method, seed, lr, config)
     try:
+        config = made_of(TrainConfig, {**base, **own, **options, "resume": False, "progress": False})
         config.validate(world_size=1)
     except UserError as error:
-        raise UserError(f"{run.name} cannot run: {error}") from error
-    return run
+        raise UserError(f"{_in_words(task, held_out, method, seed, lr)} cannot run: {error}") from error
+    return Run(task, held_out, method, seed, lr, config)
 
 
 def folder_name(text: str) -> str:

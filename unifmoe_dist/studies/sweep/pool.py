@@ -25,8 +25,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from unifmoe_dist.config.named import with_options
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.methods.registry import with_options
 from unifmoe_dist.runtime import heartbeat
 from unifmoe_dist.runtime.local_ranks import process_context, rank_environment, write_output_to
 from unifmoe_dist.studies.sweep.plan import Run

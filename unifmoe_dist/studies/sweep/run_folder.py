@@ -20,12 +20,12 @@ from pathlib import Path
 import yaml
 
 from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.config.named import by_dotted_name
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.files import take_lock, write_text
 from unifmoe_dist.studies.records import plain, read_summary
 from unifmoe_dist.studies.sweep.plan import Run
 from unifmoe_dist.train.old_runs import unwritten
-from unifmoe_dist.train.option_values import by_dotted_name
 
 # Options that do not change what a run finds.
 _WITHOUT_EFFECT = (

@@ -19,7 +19,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--output", type=Path, help="folder of the report (FOLDER/report)")
     options = parser.parse_args(arguments)
 
-    from unifmoe_dist.studies.report.folder import write_report
+    from unifmoe_dist.studies.report.sweep_report import write_report
 
     print(write_report(options.folder, options.output or options.folder / "report"))
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from unifmoe_dist import resources
 from unifmoe_dist.data.registry import TASKS
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.studies.sweep.plan import Selection, expand
-from unifmoe_dist.studies.tables import SEEDS, TABLES
+from unifmoe_dist.studies.paper_tables import SEEDS, TABLES
+from unifmoe_dist.studies.sweep.planned_runs import Selection, expand
 from unifmoe_dist.train.cli import parse_train_config, run_main
 from unifmoe_dist.train.options import OptionParser
 
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> None:
     from unifmoe_dist.studies.sweep.run_folder import State, state_of
 
     if options.dry_run:
-        from unifmoe_dist.studies.sweep.estimate import describe
+        from unifmoe_dist.studies.sweep.needs import describe
 
         print(describe(runs, [state_of(run) for run in runs], options.discard_checkpoints))
         return

@@ -27,8 +27,8 @@ from unifmoe_dist.data.vision_backbone import build_backbone
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.files import sha256
 from unifmoe_dist.runtime.ranks import Ranks
-from unifmoe_dist.studies.figures.training import curves_figure
-from unifmoe_dist.studies.report.results import collect
+from unifmoe_dist.studies.report.entries import collect
+from unifmoe_dist.studies.training_plots import curves_figure
 from unifmoe_dist.train import checkpoint
 from unifmoe_dist.train.cli import load_train_config, parse_train_config
 from unifmoe_dist.train.export import FORMAT, load_consolidated, load_exported

@@ -12,7 +12,7 @@ from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods import LayerOptions
 from unifmoe_dist.methods.mass import MASSConfig, MASSLayer
-from unifmoe_dist.studies.tables import GLUE
+from unifmoe_dist.studies.paper_tables import GLUE
 from unifmoe_dist.train import checkpoint
 from unifmoe_dist.train.build import layer_options
 from unifmoe_dist.train.cli import dump_train_config, load_train_config, parse_train_config

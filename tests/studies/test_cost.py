@@ -24,7 +24,7 @@ from unifmoe_dist.studies.cost.cost_table import (
 )
 from unifmoe_dist.studies.cost.paper import DERIVED, dynmoe, gmoe, published_cost, unif_moe
 from unifmoe_dist.studies.meters import Ledger, LiveBytes
-from unifmoe_dist.studies.run_report.costs import method_config
+from unifmoe_dist.studies.run_report.method_costs import method_config
 from unifmoe_dist.upcycling import moe_layers
 from unifmoe_dist.usage import UsageSummary
 

@@ -11,13 +11,19 @@ import torch
 
 from tests.support.experts import FAST, identity_experts
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.studies.diagnostics import FrozenExperts, RouterTraining, Settings, diagnose, write_diagnosis
-from unifmoe_dist.studies.diagnostics.channels import shared_sets, value_alignment
 from unifmoe_dist.studies.diagnostics.demand_statistics import HIGH, LOW
-from unifmoe_dist.studies.diagnostics.pairs import as_matrix, coactivation_frequency, expert_pairs, pearson, top_pair
+from unifmoe_dist.studies.diagnostics.diagnosis import Settings, diagnose, write_diagnosis
+from unifmoe_dist.studies.diagnostics.rankings import (
+    as_matrix,
+    coactivation_frequency,
+    expert_pairs,
+    pearson,
+    rank_transition,
+    top_pair,
+)
 from unifmoe_dist.studies.diagnostics.reconstruction import Reconstruction
-from unifmoe_dist.studies.diagnostics.routers import top2_gates, train_router
-from unifmoe_dist.studies.diagnostics.transitions import rank_transition
+from unifmoe_dist.studies.diagnostics.residual_router import RouterTraining, top2_gates, train_router
+from unifmoe_dist.studies.diagnostics.shared_channels import FrozenExperts, shared_sets, value_alignment
 
 # -- observation 1 ---------------------------------------------------------------------------------------------------
 

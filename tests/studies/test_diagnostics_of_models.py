@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.studies.diagnostics import FrozenExperts, RouterTraining, train_router_on_task
-from unifmoe_dist.studies.diagnostics.channels import shared_sets
-from unifmoe_dist.studies.diagnostics.pairs import top_pair
-from unifmoe_dist.studies.diagnostics.routers import ResidualOutput
+from unifmoe_dist.studies.diagnostics.rankings import top_pair
+from unifmoe_dist.studies.diagnostics.residual_router import ResidualOutput, RouterTraining, train_router_on_task
+from unifmoe_dist.studies.diagnostics.shared_channels import FrozenExperts, shared_sets
 from unifmoe_dist.studies.usage.capture import capture
 from unifmoe_dist.upcycling import moe_layers, upcycle
 

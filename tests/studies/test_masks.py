@@ -14,6 +14,7 @@ from launch import analyze
 from tests.support.jobs import run_job
 from tests.support.tiny_images import make_benchmark
 from unifmoe_dist.data.digits import MEAN, STD, digits_task
+from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.studies import page as page_module
 from unifmoe_dist.studies.usage.masks import match_masks, patch_elements, read_mask, read_names
@@ -152,13 +153,12 @@ def test_image_folders_with_masks(tmp_path, monkeypatch):
 
 def test_stroke_and_background_of_digits():
     """The rule of the caption, on the data: a pixel is stroke above 0.3, a patch of 8 x 8 by its majority."""
-    from unifmoe_dist.studies.run_report.sample import Sample
-    from unifmoe_dist.studies.run_report.segments import ink_masks
+    from unifmoe_dist.studies.run_report.sample import Sample, ink_masks
 
     class Run:
         task = digits_task()
         model = task.build_model()
-        config = type("Config", (), {"data": type("Data", (), {"task": "digits"})})
+        facts = find_task("digits")
         device = torch.device("cpu")
 
     run = Run()

@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.experts import FAST, identity_experts, random_experts
-from unifmoe_dist.studies.diagnostics import FrozenExperts, Settings, diagnose
-from unifmoe_dist.studies.diagnostics.channels import shared_sets
 from unifmoe_dist.studies.diagnostics.demand_statistics import HIGH, LOW, demand_statistics
-from unifmoe_dist.studies.diagnostics.pairs import expert_order, expert_pairs, top_pair
+from unifmoe_dist.studies.diagnostics.diagnosis import Settings, diagnose
+from unifmoe_dist.studies.diagnostics.rankings import expert_order, expert_pairs, top_pair
 from unifmoe_dist.studies.diagnostics.reconstruction import (
     Reconstruction,
     functional_demand,
@@ -23,6 +22,7 @@ from unifmoe_dist.studies.diagnostics.reconstruction import (
     reconstruction_problems,
     responses,
 )
+from unifmoe_dist.studies.diagnostics.shared_channels import FrozenExperts, shared_sets
 
 # -- observation 3 ---------------------------------------------------------------------------------------------------
 

@@ -14,9 +14,9 @@ import pytest
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.studies import paper_numbers as paper
-from unifmoe_dist.studies.report import plots as report_plots
-from unifmoe_dist.studies.report.folder import write_report
-from unifmoe_dist.studies.report.results import (
+from unifmoe_dist.studies.paper_tables import DOMAINBED, GLUE, TABLES
+from unifmoe_dist.studies.report import report_plots as report_plots
+from unifmoe_dist.studies.report.entries import (
     Result,
     average,
     best_of_methods,
@@ -25,8 +25,8 @@ from unifmoe_dist.studies.report.results import (
     grid_of,
     mean_over_methods,
 )
-from unifmoe_dist.studies.report.tables import Entry, as_csv, build_tables, latex, markdown
-from unifmoe_dist.studies.tables import DOMAINBED, GLUE, TABLES
+from unifmoe_dist.studies.report.report_tables import Entry, as_csv, build_tables, latex, markdown
+from unifmoe_dist.studies.report.sweep_report import write_report
 
 OPTIONS = {"model.num_blocks": 8, "model.num_experts": 6, "optim.lambda_div": 0.01}
 
@@ -355,7 +355,7 @@ def test_two_sweeps_in_one_folder(tmp_path):
 
 def test_every_table_has_its_plot(tmp_path):
     """Every kind of plot is drawn, with entries missing here and there."""
-    from unifmoe_dist.studies.report.plots import plot_table
+    from unifmoe_dist.studies.report.report_plots import plot_table
 
     results = []
     for task in (*DOMAINBED, "digits"):
@@ -369,5 +369,5 @@ def test_every_table_has_its_plot(tmp_path):
     tables = [t for t in build_tables(results) if not t.name.startswith("domainbed-")]
     assert [t.name for t in tables] == ["domainbed", "glue", "diversity", "blocks", "ablation", "digits"]
     for table in tables:
-        assert plot_table(table, results, tmp_path / f"{table.name}.png")
+        assert plot_table(table, results, tmp_path)
         assert (tmp_path / f"{table.name}.png").stat().st_size > 10_000

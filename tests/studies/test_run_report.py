@@ -22,8 +22,8 @@ from tests.support.pages import Reader
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods.registry import METHODS
 from unifmoe_dist.studies import page as page_module
-from unifmoe_dist.studies.run_report import costs as costs_module
 from unifmoe_dist.studies.run_report import load_run
+from unifmoe_dist.studies.run_report import method_costs as costs_module
 
 WORDS = [*SMALL, "--steps", "2", "--model.layers", "[3]"]
 HOSTILE = "<b>x 'y' \"z\"; $(touch named) $\\frac$\n{0} %d"

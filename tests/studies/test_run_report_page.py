@@ -5,23 +5,38 @@ from __future__ import annotations
 import csv
 
 import torch
+from jinja2 import ChoiceLoader, DictLoader, PackageLoader
 
 from tests.support.pages import Reader
-from unifmoe_dist.studies.figures.training import compute_figure, curves_figure, usage_figure
-from unifmoe_dist.studies.page import Code, KeyNumber, Number, Page, Section, Table, prose, render, write_page
-from unifmoe_dist.studies.run_report.loading import layer_names
-from unifmoe_dist.studies.run_report.usage_sections import demand_threshold
+from unifmoe_dist.studies import templating
+from unifmoe_dist.studies.page import Number, prose, write_page
+from unifmoe_dist.studies.run_report.loaded_run import layer_names
+from unifmoe_dist.studies.run_report.run_page import demand_threshold
+from unifmoe_dist.studies.training_plots import compute_figure, curves_figure, usage_figure
+
+EVERY_MACRO = """
+{% from "blocks.html" import section, paragraph, code, show %}
+{% do blocks.head.update(title=evil, subtitle=evil, key_numbers=[[evil, number(1), evil]]) %}
+{% call section(evil) %}
+{% call paragraph() %}{{ evil }}{% endcall %}
+{{ code(evil, evil) }}
+{% set t = table("t") %}
+{% for row in rows %}{% do t.row(row) %}{% endfor %}
+{% call show(t) %}{{ evil }}{% endcall %}
+{% endcall %}
+"""
 
 
-def test_a_page_escapes_all_that_it_is_given(tmp_path):
+def test_a_page_escapes_all_that_it_is_given(tmp_path, monkeypatch):
+    own = DictLoader({"every_macro.html": EVERY_MACRO})
+    monkeypatch.setattr(templating, "PackageLoader", lambda package: ChoiceLoader([own, PackageLoader(package)]))
     evil = "<script>alert('&')</script>"
     rows = [{evil: evil, "value": Number(0.1, ".0%", evil)}, {evil: "none", "value": Number(float("nan"))}]
-    table = Table("t", evil, rows)
-    page = Page(evil, evil, [KeyNumber(evil, Number(1), evil)], [Section(evil, [evil, Code(evil, evil), table])])
-    read = Reader(render(page))
+    path = write_page(tmp_path / "new", "every_macro.html", evil=evil, rows=rows)
+    assert path == tmp_path / "new/report.html"
+    read = Reader(path.read_text())
     assert not read.named("script") and read.text.count(evil) == 14
     assert read.tables["t"][1][1].startswith("0.1") and read.tables["t"][2] == ["none", "–"]
-    assert write_page(page, tmp_path / "new") == tmp_path / "new/report.html"
     with (tmp_path / "new/tables/t.csv").open() as handle:
         assert list(csv.reader(handle)) == [[evil, "value"], [evil, "0.1"], ["none", ""]]
 

@@ -12,10 +12,10 @@ from unifmoe_dist.config import ModelConfig, TrainConfig
 from unifmoe_dist.config.named import with_options
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods.registry import METHODS, VARIANTS, find_method, in_order
-from unifmoe_dist.studies.sweep.estimate import estimate
-from unifmoe_dist.studies.sweep.plan import Selection, expand
+from unifmoe_dist.studies.paper_tables import TABLES
+from unifmoe_dist.studies.sweep.needs import estimate
+from unifmoe_dist.studies.sweep.planned_runs import Selection, expand
 from unifmoe_dist.studies.sweep.run_folder import State
-from unifmoe_dist.studies.tables import TABLES
 
 # -- what is planned --------------------------------------------------------------------------------------------------
 

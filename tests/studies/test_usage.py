@@ -10,23 +10,34 @@ import torch
 
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.routing import Router, Routing
-from unifmoe_dist.studies.diagnostics import RouterTraining, Settings, diagnose
-from unifmoe_dist.studies.diagnostics.channels import FrozenExperts
-from unifmoe_dist.studies.figures.diagnostics import coactivation_figure, demand_figure, transition_figure
-from unifmoe_dist.studies.figures.maps import element_figure, patch_figure, text_figure
+from unifmoe_dist.studies.diagnostics.diagnosis import Settings, diagnose
+from unifmoe_dist.studies.diagnostics.residual_router import RouterTraining
+from unifmoe_dist.studies.diagnostics.shared_channels import FrozenExperts
+from unifmoe_dist.studies.figures.observation_figures import coactivation_figure, demand_figure, transition_figure
 from unifmoe_dist.studies.figures.style import save
-from unifmoe_dist.studies.figures.usage import coactivation_graph, distribution_figure, gram_figure, load_figure
+from unifmoe_dist.studies.figures.usage_figures import (
+    coactivation_graph,
+    distribution_figure,
+    element_figure,
+    gram_figure,
+    load_figure,
+    patch_figure,
+    text_figure,
+)
 from unifmoe_dist.studies.usage.capture import Capture
-from unifmoe_dist.studies.usage.maps import (
+from unifmoe_dist.studies.usage.layer_usage import (
     PatchGrid,
     TextCompute,
+    coactivation_change,
+    distribution,
     element_usage,
     high_demand,
     patch_compute,
+    study_layer,
     text_compute,
     token_means,
+    usage_record,
 )
-from unifmoe_dist.studies.usage.study import coactivation_change, distribution, study_layer, usage_record
 
 
 def routing_by_hand() -> Routing:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from unifmoe_dist.studies.diagnostics import FrozenExperts, RouterTraining
+from unifmoe_dist.studies.diagnostics.residual_router import RouterTraining
+from unifmoe_dist.studies.diagnostics.shared_channels import FrozenExperts
 
 FAST = RouterTraining(steps=60, batch_size=256)
 

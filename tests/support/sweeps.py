@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.support.jobs import ROOT
-from unifmoe_dist.studies.sweep.plan import Selection, expand
+from unifmoe_dist.studies.sweep.planned_runs import Selection, expand
 
 CPU = {"CUDA_VISIBLE_DEVICES": ""}
 

@@ -1,9 +1,8 @@
 """Reports as one HTML page that needs nothing beside it, with every figure and table as files for other uses.
 
-    page = Page("Title", "what this is", [KeyNumber("accuracy", Number(0.87, ".1%"))], [Section("Training", [picture])])
-    write_page(page, folder)
-
-The page holds its images, loads nothing, and runs no script. All strings are plain text: the template escapes them.
+A report's template (templates/) holds its headings, prose and captions, and hands rows and figures to the macros of
+templates/blocks.html. The page holds its images, loads nothing, and runs no script. All strings are plain text: the
+templates escape them.
 """
 
 from __future__ import annotations
@@ -15,13 +14,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import matplotlib
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
 from unifmoe_dist.files import write_text
+from unifmoe_dist.studies import templating
 from unifmoe_dist.studies.figures.style import save
 from unifmoe_dist.studies.records import csv_text
 
@@ -30,17 +30,11 @@ PAGE = "report.html"
 
 @dataclass(frozen=True)
 class Number:
-    """A number as a reader sees it; the page also carries its full value.
+    """A number as a reader sees it; the page also carries its full value."""
 
-    Args:
-        value: The value; None or NaN where there is none.
-        form: Format specification, for example ".1%".
-        beside: Small print behind it, for example the paper's number.
-    """
-
-    value: float | None
-    form: str = ".2f"
-    beside: str = ""
+    value: float | None  # None or NaN where there is none
+    form: str = ".2f"  # format specification
+    beside: str = ""  # small print behind it, for example the paper's number
 
     @property
     def exists(self) -> bool:
@@ -51,122 +45,82 @@ class Number:
         return format(self.value, self.form).replace("%", " %") if self.exists else "–"
 
 
-Cell = str | Number
-
-
-@dataclass(frozen=True)
-class KeyNumber:
-    """One of the numbers at the top of the page, with a note on what it has to be read against."""
-
-    label: str
-    value: Number
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Code:
-    """Text to be copied as it is: commands, options."""
-
-    code: str
-    title: str = ""
+def numbers(start: str, values: Sequence[float], form: str) -> dict[str, Number]:
+    """Numbered columns: start0, start1, ..."""
+    return {f"{start}{index}": Number(value, form) for index, value in enumerate(values)}
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table, written as tables/NAME.csv too.
-
-    Args:
-        name: Name of the file, unique on the page.
-        caption: What it shows and how to read it.
-        rows: Cells by column; the first column names the rows, and a row may lack some.
-    """
+    """Rows of cells by column, as a template adds them; a row may lack some, and its first cell names it."""
 
     name: str
-    caption: str
-    rows: Sequence[Mapping[str, Cell]]
+    rows: list[Mapping[str, str | Number]] = field(default_factory=list)
+
+    def row(self, cells: Mapping[str, str | Number], more: Mapping[str, Number] | None = None) -> None:
+        """One row more."""
+        self.rows.append({**cells, **(more or {})})
 
     @property
     def columns(self) -> list[str]:
         return list(dict.fromkeys(column for row in self.rows for column in row))
 
-    def plain_rows(self) -> list[dict[str, object]]:
-        """Rows with numbers at full precision, as CSV takes them."""
+    def csv(self) -> str:
+        """Numbers at full precision."""
         cells = [{column: row.get(column, "") for column in self.columns} for row in self.rows]
-        return [{c: v if isinstance(v, str) else v.value if v.exists else "" for c, v in row.items()} for row in cells]
+        return csv_text(
+            [{c: v if isinstance(v, str) else v.value if v.exists else "" for c, v in row.items()} for row in cells]
+        )
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A figure, written as figures/NAME.png and .pdf too.
+class Blocks:
+    """What the macros of blocks.html ask for while a page is made."""
+
+    folder: Path
+    head: dict[str, Any] = field(default_factory=dict)  # title, subtitle, and label, number and note of key numbers
+    titles: list[str] = field(default_factory=list)
+
+    def section(self, title: str) -> int:
+        """The number of a new section."""
+        self.titles.append(title)
+        return len(self.titles)
+
+    def save(self, table: Table) -> None:
+        """tables/NAME.csv."""
+        write_text(self.folder / "tables" / f"{table.name}.csv", table.csv())
+
+    def data_uri(self, name: str, figure: Figure) -> str:
+        """A figure as an SVG image inside the page: sharp at any size, and without anything that could run. It is
+        written as figures/NAME.png and .pdf too."""
+        figure.draw_without_rendering()  # lay it out once, not anew for every format
+        figure.set_layout_engine("none")
+        for suffix in ("png", "pdf"):
+            save(figure, self.folder / "figures" / f"{name}.{suffix}")
+        buffer = io.BytesIO()
+        with matplotlib.rc_context({"svg.hashsalt": "unifmoe"}):  # the same figure gives the same bytes
+            figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def write_page(folder: Path, template: str, **context: Any) -> Path:
+    """Write PAGE, figures/ and tables/; each file appears whole. Returns the page's path.
 
     Args:
-        name: Name of the files, unique on the page.
-        title: What it is; also what a screen reader says.
-        caption: How to read it.
-        figure: The figure.
+        folder: Of the page and of what belongs to it.
+        template: Name of the page's template: it updates `blocks.head`, and shows what stands below the key numbers.
+        context: What that template names.
     """
-
-    name: str
-    title: str
-    caption: str
-    figure: Figure
-
-    @property
-    def wide(self) -> bool:
-        """Whether a phone cannot show it whole with letters that can be read."""
-        return self.figure.get_figwidth() > 5
-
-
-Block = str | Code | Table | Picture
-"""What stands below a heading; a string is a paragraph."""
-
-
-@dataclass(frozen=True)
-class Section:
-    """A heading with what stands below it."""
-
-    title: str
-    blocks: Sequence[Block]
-
-
-@dataclass(frozen=True)
-class Page:
-    """A whole report: heading, one line below it, what most readers came for, and the rest in order."""
-
-    title: str
-    subtitle: str
-    key_numbers: Sequence[KeyNumber]
-    sections: Sequence[Section] = field(default_factory=list)
-
-
-def write_page(page: Page, folder: Path) -> Path:
-    """Write PAGE, figures/NAME.png and .pdf, and tables/NAME.csv; each file appears whole. Returns the page's path."""
     for name in ("figures", "tables"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    for block in (block for section in page.sections for block in section.blocks):
-        if isinstance(block, Picture):
-            block.figure.draw_without_rendering()  # lay it out once, not anew for every format
-            block.figure.set_layout_engine("none")
-            for suffix in ("png", "pdf"):
-                save(block.figure, folder / "figures" / f"{block.name}.{suffix}")
-        elif isinstance(block, Table):
-            write_text(folder / "tables" / f"{block.name}.csv", csv_text(block.plain_rows()))
-    write_text(folder / PAGE, render(page))
+    environment = templating.environment()
+    environment.filters["prose"] = prose
+    blocks = Blocks(folder)
+    environment.globals |= {"blocks": blocks, "number": Number, "numbers": numbers, "table": Table}
+    body = Markup(environment.get_template(template).render(context))  # noqa: S704  escaped by the template
+    page = environment.get_template("page.html").render(body=body, titles=blocks.titles, **blocks.head)
+    write_text(folder / PAGE, page)
     return folder / PAGE
-
-
-def render(page: Page) -> str:
-    """The page as HTML, images included."""
-    environment = Environment(
-        loader=PackageLoader("unifmoe_dist.studies"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"data_uri": data_uri, "prose": prose}
-    environment.tests["kind"] = lambda block, kind: type(block).__name__ == kind
-    return environment.get_template("page.html").render(page=page)
 
 
 def prose(text: str) -> Markup:
@@ -174,11 +128,3 @@ def prose(text: str) -> Markup:
     safe = str(escape(text))
     safe = re.sub(r"\b(C|N)_(A|B)\b|\bk_(ε)", lambda m: f"{m[1] or 'k'}<sub>{m[2] or m[3]}</sub>", safe)
     return Markup(re.sub(r"(?<![\w-])--[a-z]+(-[a-z]+)*", r"<code>\g<0></code>", safe))  # noqa: S704  escaped above
-
-
-def data_uri(figure: Figure) -> str:
-    """A figure as an SVG image inside a page: sharp at any size, and without anything that could run."""
-    buffer = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": "unifmoe"}):  # the same figure gives the same bytes
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()

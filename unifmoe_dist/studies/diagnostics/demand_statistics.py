@@ -8,26 +8,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unifmoe_dist.studies.diagnostics.pairs import pearson
+from unifmoe_dist.studies.diagnostics.rankings import pearson
 
 LOW, HIGH = "low", "high"
 
 
 @dataclass(frozen=True)
 class GroupDemand:
-    """Pairs of low or high shared ratio.
+    """Pairs of low or high shared ratio."""
 
-    Args:
-        pairs: Their indices, in the order of `expert_pairs`.
-        cdf: (K,) F_eps(m) for m = 1..K: mean over pairs of the fraction of their tokens with k_eps <= m.
-        standard_error: (K,) of that mean, across pairs; NaN with one pair.
-        mean_demand: Mean over pairs of their mean k_eps.
-    """
-
-    pairs: list[int]
-    cdf: Tensor
-    standard_error: Tensor
-    mean_demand: float
+    pairs: list[int]  # their indices, in the order of `expert_pairs`
+    cdf: Tensor  # (K,) F_eps(m) for m = 1..K: mean over pairs of the fraction of their tokens with k_eps <= m
+    standard_error: Tensor  # (K,) of that mean, across pairs; NaN with one pair
+    mean_demand: float  # mean over pairs of their mean k_eps
 
     def success(self, prefix: int = 2) -> float:
         """Pair-balanced success rate of a prefix."""
@@ -36,27 +29,16 @@ class GroupDemand:
 
 @dataclass(frozen=True)
 class DemandStatistics:
-    """k_eps at one tolerance.
-
-    Args:
-        epsilon: Tolerance.
-        tokens: (P,) int64, tokens of each pair.
-        mean_demand: (P,) mean k_eps of each pair's tokens; NaN for a pair that no token chose.
-        cdf: (P, K) fraction of each pair's tokens with k_eps <= m; NaN for a pair that no token chose.
-        groups: The pairs with the lowest and highest shared ratios; none where all ratios are equal.
-        correlation: Pearson's r of shared ratio and mean demand over the observed pairs.
-        interval: Its bootstrap interval, low and high, pairs resampled.
-        confidence: Level of that interval.
-    """
+    """k_eps at one tolerance."""
 
     epsilon: float
-    tokens: Tensor
-    mean_demand: Tensor
-    cdf: Tensor
-    groups: dict[str, GroupDemand]
-    correlation: float
-    interval: tuple[float, float]
-    confidence: float
+    tokens: Tensor  # (P,) int64, tokens of each pair
+    mean_demand: Tensor  # (P,) mean k_eps of each pair's tokens; NaN for a pair that no token chose
+    cdf: Tensor  # (P, K) fraction of each pair's tokens with k_eps <= m; NaN for a pair that no token chose
+    groups: dict[str, GroupDemand]  # the pairs with the lowest and highest shared ratios; none where all are equal
+    correlation: float  # Pearson's r of shared ratio and mean demand over the observed pairs
+    interval: tuple[float, float]  # its bootstrap interval, low and high, pairs resampled
+    confidence: float  # level of that interval
 
 
 def demand_statistics(
@@ -70,21 +52,11 @@ def demand_statistics(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> DemandStatistics:
-    """Summarise k_eps (N,) by pair.
+    """Summarise k_eps (N,), in 1..K + 1, of tokens of some pair (N,), by pairs of shared ratio (P,).
 
     Pairs that no token chose have no demand and are left out. Where fewer than 2 `group_size` pairs remain, the groups
-    are the lower and upper half, so that they never overlap; equal ratios keep the order of the pairs.
-
-    Args:
-        demand: (N,) k_eps of every token, in 1..K + 1.
-        pair: (N,) its original pair.
-        ratio: (P,) shared ratio of every pair.
-        num_experts: K.
-        epsilon: Tolerance of `demand`, for the record.
-        group_size: Pairs in the low and in the high group.
-        resamples: Bootstrap resamples of pairs.
-        confidence: Level of the percentile interval.
-        seed: Of the bootstrap.
+    are the lower and upper half, so that they never overlap; equal ratios keep the order of the pairs. The interval is
+    a percentile interval over `resamples` of the pairs.
     """
     num_pairs, ratio = len(ratio), ratio.cpu()
     cells = torch.bincount(pair * (num_experts + 1) + demand - 1, minlength=num_pairs * (num_experts + 1))

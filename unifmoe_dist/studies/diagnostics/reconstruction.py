@@ -16,27 +16,20 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from unifmoe_dist.studies.diagnostics.channels import FrozenExperts, SharedSets
-from unifmoe_dist.studies.diagnostics.pairs import expert_pairs
+from unifmoe_dist.studies.diagnostics.rankings import expert_pairs
+from unifmoe_dist.studies.diagnostics.shared_channels import FrozenExperts, SharedSets
 
 RIDGE = 1e-6
 ETA = 1e-12
 
 
 class Reconstruction(NamedTuple):
-    """One problem per token.
+    """One problem per token."""
 
-    Args:
-        gram: (N, K, K), G of the residual outputs, experts in their own order.
-        products: (N, K), c: products of the residual outputs with the target.
-        target_square: (N,), ||r||^2.
-        output_square: (N,), ||y_orig||^2.
-    """
-
-    gram: Tensor
-    products: Tensor
-    target_square: Tensor
-    output_square: Tensor
+    gram: Tensor  # (N, K, K), G of the residual outputs, experts in their own order
+    products: Tensor  # (N, K), c: products of the residual outputs with the target
+    target_square: Tensor  # (N,), ||r||^2
+    output_square: Tensor  # (N,), ||y_orig||^2
 
     @staticmethod
     def of(outputs: Tensor, target: Tensor, original: Tensor) -> Reconstruction:
@@ -55,31 +48,19 @@ class Reconstruction(NamedTuple):
 
 
 class Problems(NamedTuple):
-    """What a layer's tokens ask for, under the three readings that the study compares.
+    """What a layer's tokens ask for, under the three readings that the study compares."""
 
-    Args:
-        residual: Residual target and residual outputs, shared responses merged by the gates.
-        uniform: The same, merged by one half each.
-        complete: Nothing extracted: the original output from complete experts, for the control.
-    """
-
-    residual: Reconstruction
-    uniform: Reconstruction
-    complete: Reconstruction
+    residual: Reconstruction  # residual target and residual outputs, shared responses merged by the gates
+    uniform: Reconstruction  # the same, merged by one half each
+    complete: Reconstruction  # nothing extracted: the original output from complete experts, for the control
 
 
 class Responses(NamedTuple):
-    """Outputs of n tokens, split at the shared set of each token's original pair; dtype of the experts.
+    """Outputs of n tokens, split at the shared set of each token's original pair; dtype of the experts."""
 
-    Args:
-        gates: (n, K), s~: the pair's original gates, renormalised; 0 elsewhere.
-        shared: (n, K, d), shared part of every expert's output.
-        residual: (n, K, d), the rest of it.
-    """
-
-    gates: Tensor
-    shared: Tensor
-    residual: Tensor
+    gates: Tensor  # (n, K), s~: the pair's original gates, renormalised; 0 elsewhere
+    shared: Tensor  # (n, K, d), shared part of every expert's output
+    residual: Tensor  # (n, K, d), the rest of it
 
     @property
     def original(self) -> Tensor:
@@ -93,14 +74,9 @@ class Responses(NamedTuple):
 
 
 def responses(experts: FrozenExperts, shared: Tensor, pair: Tensor, scores: Tensor, x: Tensor) -> Responses:
-    """Compute all experts on n tokens.
+    """All experts on n tokens x (n, d) with original scores s(x) (n, K), whose top-2 is `pair` (n,).
 
-    Args:
-        experts: The experts.
-        shared: (P, C) bool, shared channels of every pair.
-        pair: (n,) original top-2 pair of each token.
-        scores: (n, K) original scores s(x).
-        x: (n, d) tokens.
+    `shared` (P, C) are the shared channels of every pair.
     """
     hidden = experts.activations(x)
     members = expert_pairs(experts.num_experts).to(x.device)[pair]

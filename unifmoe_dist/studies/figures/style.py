@@ -65,6 +65,7 @@ def heatmap(
     columns: list[str],
     low: float,
     high: float,
+    title: str,
     colours: str = "Blues",
     form: str = "{:z.2f}",
     numbers: bool = True,
@@ -75,6 +76,7 @@ def heatmap(
     axis.set_xticks(range(len(columns)), columns)
     axis.set_yticks(range(len(rows)), rows)
     axis.tick_params(length=0)
+    axis.set_title(title, fontsize=10)
     for (row, column), value in np.ndenumerate(values.double().numpy()):
         if numbers and value == value:
             ink = ink_on(image.to_rgba(np.asarray(value)))

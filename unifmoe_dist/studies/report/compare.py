@@ -7,7 +7,7 @@ from pathlib import Path
 
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods.registry import method_of
-from unifmoe_dist.studies.records import read_summary
+from unifmoe_dist.studies.records import markdown, read_summary
 
 
 def comparison_table(folders: Sequence[Path]) -> str:
@@ -18,22 +18,16 @@ def comparison_table(folders: Sequence[Path]) -> str:
     Raises:
         UserError: a run has no summary.json.
     """
-    lines = []
+    lines: list[list[str]] = []
     for folder in folders:
         if (s := read_summary(folder)) is None:
             raise UserError(f"{folder} holds no summary.json; the run has not finished, or this is not a run.")
-        metric = s["metric"].replace("_", " ")
-        method = method_of(s["moe"])
-        name = method.title if method.layer else "dense twin"
-        lines.append(
-            f"| {name} | {100 * s['score']:.1f} | {100 * s['validation_score']:.1f} | "
-            f"{s['mean_block_compute']:.2f} (B = {s['num_blocks']}) | {s['mean_expert_count']:.2f} | "
-            f"{s['wall_seconds']:.0f} |"
-        )
+        metric, method = s["metric"].replace("_", " "), method_of(s["moe"])
+        scores = [f"{100 * s['score']:.1f}", f"{100 * s['validation_score']:.1f}"]
+        costs = [f"{s['mean_block_compute']:.2f} (B = {s['num_blocks']})", f"{s['mean_expert_count']:.2f}"]
+        lines.append([method.title if method.layer else "dense twin", *scores, *costs, f"{s['wall_seconds']:.0f}"])
         if "linear_baseline_accuracy" in s:
-            lines.append(f"| linear classifier | {100 * s['linear_baseline_accuracy']:.1f} | | | | |")
-    head = (
-        f"| model | test {metric} (%) | validation {metric} (%) | blocks per token C_B (dense: B) | residual experts k "
-        "| seconds |\n| --- | --- | --- | --- | --- | --- |"
-    )
-    return "\n".join([head, *lines])
+            lines.append(["linear classifier", f"{100 * s['linear_baseline_accuracy']:.1f}", "", "", "", ""])
+    scored = [f"test {metric} (%)", f"validation {metric} (%)"]
+    head = ["model", *scored, "blocks per token C_B (dense: B)", "residual experts k", "seconds"]
+    return markdown([dict(zip(head, line, strict=True)) for line in lines], left=head)

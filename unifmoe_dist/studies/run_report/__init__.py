@@ -3,8 +3,8 @@
 report_runs([load_run(Path("runs/mine"))], Path("runs/mine/analysis"), StudyOptions(), "how")
 """
 
-from unifmoe_dist.studies.run_report.build import report_runs
-from unifmoe_dist.studies.run_report.loading import LoadedRun, load_run
-from unifmoe_dist.studies.run_report.study import StudyOptions, can_be_diagnosed
+from unifmoe_dist.studies.run_report.loaded_run import LoadedRun, load_run
+from unifmoe_dist.studies.run_report.run_page import report_runs
+from unifmoe_dist.studies.run_report.run_study import StudyOptions, can_be_diagnosed
 
 __all__ = ["LoadedRun", "StudyOptions", "can_be_diagnosed", "load_run", "report_runs"]

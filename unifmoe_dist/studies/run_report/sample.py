@@ -1,20 +1,25 @@
-"""Some of a run's test data, drawn once and by the same seed for every run: what its layers are watched on."""
+"""Some of a run's test data, drawn once and by the same seed for every run: what its layers are watched on; and the
+semantic elements that the patches of its images show."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
+from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
-from unifmoe_dist.data.registry import find_task
+from unifmoe_dist.data.images import ImageDataset
 from unifmoe_dist.data.task import Batch
+from unifmoe_dist.errors import UserError
 from unifmoe_dist.runtime.heartbeat import followed
-from unifmoe_dist.studies.run_report.loading import LoadedRun
-from unifmoe_dist.studies.usage.maps import PatchGrid
+from unifmoe_dist.studies.run_report.loaded_run import LoadedRun
+from unifmoe_dist.studies.usage.layer_usage import PatchGrid
+from unifmoe_dist.studies.usage.masks import VOID, match_masks, patch_elements, read_mask, read_names
 from unifmoe_dist.train.evaluate import to_device
 
 MOST_TOKENS = 20_000
@@ -26,12 +31,7 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class Sample:
-    """Items of a run's test data in the order in which they are seen.
-
-    Args:
-        run: The run.
-        places: (data set, index) of every item.
-    """
+    """Items of a run's test data in the order in which they are seen."""
 
     run: LoadedRun
     places: list[Place]
@@ -53,7 +53,7 @@ class Sample:
             yield to_device(inputs, self.run.device, torch.float32)
 
 
-def test_places(run: LoadedRun) -> list[Place]:
+def _places(run: LoadedRun) -> list[Place]:
     """All items of a run's test data, in order."""
     return [(data, index) for data, items in enumerate(run.task.test) for index in range(len(items))]  # type: ignore[arg-type]
 
@@ -65,32 +65,83 @@ def draw_sample(
 
     Padding does not count. `among` are the items to choose from, by default all.
     """
-    places = list(test_places(run) if among is None else among)
+    places = list(_places(run) if among is None else among)
     order = torch.randperm(len(places), generator=torch.Generator().manual_seed(SEED)).tolist()
     places = [places[i] for i in order]
-    if most_items is not None:
-        return Sample(run, places[:most_items])
-    if not run.is_text:
-        return Sample(run, places[: max(1, most_tokens // PatchGrid.of(run.model).tokens)])
-    tokens = accumulate(len(run.task.test[data][index][0]) for data, index in places)
-    fitting = sum(1 for _ in takewhile(lambda total: total <= most_tokens, tokens))
-    return Sample(run, places[: max(1, fitting)])
+    if most_items is None and not run.is_text:
+        most_items = most_tokens // PatchGrid.of(run.model).tokens
+    elif most_items is None:
+        tokens = accumulate(len(run.task.test[data][index][0]) for data, index in places)
+        most_items = sum(1 for _ in takewhile(lambda total: total <= most_tokens, tokens))
+    return Sample(run, places[: max(1, most_items)])
 
 
 def pixels(run: LoadedRun, images: Tensor) -> Tensor:
     """Images (n, channels, height, width) as they were before normalisation, in 0..1, on the CPU."""
-    task = find_task(run.config.data.task)
-    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (task.mean, task.std))
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (run.facts.mean, run.facts.std))
     return (images.cpu() * std + mean).clamp(0, 1)
 
 
 def label_names(run: LoadedRun) -> tuple[str, ...]:
     """Names of the task's classes, or their numbers."""
-    names = find_task(run.config.data.task).class_names
-    return names or tuple(str(number) for number in range(run.task.num_classes))
+    return run.facts.class_names or tuple(str(number) for number in range(run.task.num_classes))
 
 
-def token_strings(run: LoadedRun, items: list[Any]) -> list[list[str]]:
-    """Tokens of text items as strings, special ones included."""
-    tokenizer = find_task(run.config.data.task).tokenizer(run.config)
-    return [tokenizer.convert_ids_to_tokens(item[0]) for item in items]
+@dataclass(frozen=True)
+class Masks:
+    """Elements of the patches of some of a run's test images."""
+
+    sample: Sample  # those images
+    elements: Tensor  # (items, rows, columns) int64, as `patch_elements` gives them
+    names: Mapping[int, str]  # one without a name goes by its number
+    folder: Path | None = None  # of the files that they were read from; None for those made from the pixels
+    found: int = 0  # of the test images that have a mask there
+    of: int = 0  # test images
+
+    def name(self, element: int) -> str:
+        return self.names.get(element, str(element))
+
+
+def read_masks(run: LoadedRun, folder: Path, most_tokens: int, most_items: int | None) -> Masks:
+    """The masks of a folder (`studies/usage/masks.py` has the format) that belong to as many test images of a run.
+
+    Raises:
+        UserError: The run is one on text, or masks are missing, unreadable or of the wrong size.
+    """
+    if run.is_text:
+        raise UserError(f"--masks is for images, but {run.name} was trained on text; leave it out.")
+    places = _places(run)
+    found = match_masks(folder, [str(_image_file(run, place) or place[1]) for place in places])
+    files = {places[index]: path for index, path in found.items()}
+    sample = draw_sample(run, most_tokens, most_items, among=list(files))
+    labels = (read_mask(files[place], *_image_size(run, place)) for place in sample.places)
+    grid = PatchGrid.of(run.model)
+    elements = torch.stack([patch_elements(label, grid.rows, grid.columns) for label in labels])
+    if (elements < 0).all():
+        raise UserError(f"the masks below --masks {folder} name no element: every patch shows mostly {VOID}.")
+    return Masks(sample, elements, read_names(folder), folder, len(found), len(places))
+
+
+def ink_masks(run: LoadedRun, sample: Sample) -> Masks:
+    """Stroke and background of digits: what a mask can be without anyone drawing it."""
+    level = run.facts.stroke_above
+    assert level is not None
+    grid = PatchGrid.of(run.model)
+    inputs, _ = sample.batch(len(sample.places))
+    bright = (pixels(run, inputs["x"])[:, 0] > level).long().numpy()
+    elements = torch.stack([patch_elements(image, grid.rows, grid.columns) for image in bright])
+    return Masks(sample, elements, {0: "background", 1: "stroke"})
+
+
+def _image_file(run: LoadedRun, place: Place) -> Path | None:
+    data = run.task.test[place[0]]
+    return Path(data.folder.file(int(data.rows[place[1]]))) if isinstance(data, ImageDataset) else None
+
+
+def _image_size(run: LoadedRun, place: Place) -> tuple[int, int]:
+    """Width and height of an image as it is stored."""
+    if file := _image_file(run, place):
+        with Image.open(file) as image:
+            return image.size
+    height, width = run.task.test[place[0]][place[1]][0].shape[-2:]
+    return width, height

@@ -12,16 +12,13 @@ from typing import Any
 
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.studies.sweep.plan import Run
+from unifmoe_dist.studies.sweep.planned_runs import Run
 
 
 def check_inputs(runs: Sequence[Run]) -> None:
-    """Read the data of each data set and build each backbone once, as the first run would.
+    """Read the data of each data set, source and backbone of the runs once, and build it, as the first run would.
 
     What comes from a hub is in its cache afterwards, so that runs side by side do not all fetch it.
-
-    Args:
-        runs: Runs that are to be started; one of each data set, source and backbone is looked at.
 
     Raises:
         UserError: something is missing or unreadable; the sentence names every data set that it concerns.

@@ -29,7 +29,7 @@ from unifmoe_dist.config.named import with_options
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.runtime import heartbeat
 from unifmoe_dist.runtime.local_ranks import process_context, rank_environment, write_output_to
-from unifmoe_dist.studies.sweep.plan import Run
+from unifmoe_dist.studies.sweep.planned_runs import Run
 from unifmoe_dist.studies.sweep.run_folder import State, has_finished, last_words, locked, prepare, state_of
 
 _TAKEN_STATUS = 75  # sysexits' EX_TEMPFAIL: another process is at work in the folder
@@ -50,25 +50,15 @@ class Failure:
 
 @dataclass
 class Outcome:
-    """How a sweep ended.
+    """How a sweep ended."""
 
-    Args:
-        skipped: Runs that had been finished before.
-        finished: Runs finished now.
-        elsewhere: Runs that another sweep is at work on.
-        failures: Runs that failed.
-        stopped: Whether somebody stopped the sweep.
-        alike: Why it gave up, where its first runs all failed for one reason; otherwise nothing.
-        left: Runs that were not finished when it was stopped or gave up.
-    """
-
-    skipped: list[Run] = field(default_factory=list)
-    finished: list[Run] = field(default_factory=list)
-    elsewhere: list[Run] = field(default_factory=list)
+    skipped: list[Run] = field(default_factory=list)  # had been finished before
+    finished: list[Run] = field(default_factory=list)  # now
+    elsewhere: list[Run] = field(default_factory=list)  # another sweep is at work on them
     failures: list[Failure] = field(default_factory=list)
-    stopped: bool = False
-    alike: str = ""
-    left: list[Run] = field(default_factory=list)
+    stopped: bool = False  # by somebody
+    alike: str = ""  # why it gave up, where its first runs all failed for one reason
+    left: list[Run] = field(default_factory=list)  # not finished when it was stopped or gave up
 
 
 def run_all(
@@ -85,10 +75,10 @@ def run_all(
     have; a second one kills them.
 
     Args:
-        runs: The runs, in the order in which they should start.
+        runs: In the order in which they should start.
         places: Environment variables of each place, such as {"CUDA_VISIBLE_DEVICES": "0"}.
         discard_checkpoints: Delete a run's checkpoints once it has finished.
-        progress: Show a bar with what is done, at work and failed, and the time left.
+        progress: Show a bar.
 
     Raises:
         UserError: a folder holds a run with other options, or cannot be used.

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -24,7 +25,7 @@ from unifmoe_dist.config.named import by_dotted_name
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.files import take_lock, write_text
 from unifmoe_dist.studies.records import plain, read_summary
-from unifmoe_dist.studies.sweep.plan import Run
+from unifmoe_dist.studies.sweep.planned_runs import Run
 from unifmoe_dist.train.old_runs import unwritten
 
 # Options that do not change what a run finds.
@@ -52,7 +53,7 @@ def state_of(run: Run) -> State:
     if not path.is_file():
         return State.NEW
     try:
-        saved = by_dotted_name(yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader))
+        saved = saved_options(run.folder)
     except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
         raise UserError(f"{path} is not the configuration of a run; delete {run.folder} or move it away.") from error
     saved = {**unwritten(saved), **saved}
@@ -68,6 +69,11 @@ def state_of(run: Run) -> State:
     return State.PARTIAL if (run.folder / "checkpoints" / "latest").is_file() else State.NEW
 
 
+def saved_options(folder: Path) -> dict[str, Any]:
+    """Options of a run by dotted name, as its config.yaml has them."""
+    return by_dotted_name(yaml.load((folder / "config.yaml").read_text(encoding="utf-8"), Loader=yaml.CSafeLoader))
+
+
 def has_finished(run: Run) -> bool:
     """Whether there is a summary; where what is there is none, the run has to finish again."""
     return read_summary(run.folder, "wall_seconds") is not None
@@ -79,7 +85,7 @@ def prepare(run: Run) -> None:
     Raises:
         UserError: the folder cannot be made.
     """
-    identity = json.dumps({name: getattr(run, name) for name in ("task", "held_out", "method", "seed", "lr")})
+    identity = json.dumps(run.identity)
     path = run.folder / "run.json"
     try:
         run.folder.mkdir(parents=True, exist_ok=True)

@@ -30,11 +30,8 @@ LABELS = "labels.json"
 def patch_elements(labels: np.ndarray, rows: int, columns: int) -> Tensor:
     """(rows, columns) int64: the class that most pixels of each patch show, or NO_ELEMENT where that is VOID.
 
-    Ties go to the lower number. A pixel belongs to the patch that holds its centre; patches need not be whole pixels.
-
-    Args:
-        labels: (height, width) class numbers.
-        rows, columns: Of the grid of patches that covers the image.
+    Ties go to the lower number. A pixel of the labels (height, width) is of the patch that holds its centre; patches
+    need not be whole pixels.
     """
     for axis, least in enumerate((rows, columns)):  # every patch has to hold some pixel's centre
         labels = labels.repeat(-(-least // labels.shape[axis]), axis=axis)
@@ -53,10 +50,6 @@ def match_masks(folder: Path, images: Sequence[str]) -> dict[int, Path]:
 
     A mask belongs to the image whose path ends with the mask's path inside the folder, suffixes apart: a/b/c.png to
     .../a/b/c.jpg. Names that are numbers are compared as numbers: 0017.png belongs to 17.
-
-    Args:
-        folder: Of the masks, searched with all folders below it.
-        images: Paths or numbers of the images.
 
     Raises:
         UserError: There is no such folder or no PNG in it, a mask fits several images or an image several masks, or no

@@ -15,7 +15,7 @@ from torch import nn
 
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.registry import find_task
-from unifmoe_dist.data.task import TaskData
+from unifmoe_dist.data.task import Task, TaskData
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods.registry import METHODS
 from unifmoe_dist.runtime import heartbeat
@@ -26,34 +26,29 @@ from unifmoe_dist.train.cli import load_train_config
 from unifmoe_dist.train.own_model import own_model, own_task
 from unifmoe_dist.upcycling import moe_layers
 
+NEUTRAL: dict[str, Any] = {
+    "algorithm.name": "erm",
+    "model.shared_demand": None,
+    "model.fixed_experts": None,
+    "model.block_choice": "prototype",
+}
+"""Options that methods change, as they are where a method does not."""
+
 
 @dataclass(frozen=True, eq=False)
 class LoadedRun:
-    """A run with the weights of one of its checkpoints.
+    """A run with the weights of one of its checkpoints."""
 
-    Args:
-        name: Word for figures and headings; two runs of a comparison have different ones.
-        folder: Where it is.
-        config: Its options.
-        checkpoint: Folder of the weights.
-        step: Step that they are of.
-        task: Its data.
-        model: In evaluation mode, on `device`, all experts here.
-        records: Lines of metrics.jsonl.
-        summary: summary.json; None while the run has not finished.
-        device: Where the analysis computes.
-    """
-
-    name: str
+    name: str  # word for figures and headings; two runs of a comparison have different ones
     folder: Path
     config: TrainConfig
-    checkpoint: Path
-    step: int
+    checkpoint: Path  # folder of the weights
+    step: int  # that they are of
     task: TaskData
-    model: nn.Module
-    records: list[dict[str, Any]]
-    summary: dict[str, Any] | None
-    device: torch.device
+    model: nn.Module  # in evaluation mode, on `device`, all experts here
+    records: list[dict[str, Any]]  # lines of metrics.jsonl
+    summary: dict[str, Any] | None  # summary.json; None while the run has not finished
+    device: torch.device  # where the analysis computes
 
     @property
     def layers(self) -> dict[str, Any]:
@@ -67,8 +62,19 @@ class LoadedRun:
         return Ranks(0, 1, self.device)
 
     @property
+    def ranks_in_words(self) -> str:
+        """Those that trained; nothing while the run has not finished."""
+        count = self.summary["world_size"] if self.summary else 0
+        return f"{count} rank{'s' if count > 1 else ''}" if count else ""
+
+    @property
+    def facts(self) -> Task:
+        """What is known of its data set without data."""
+        return find_task(self.config.data.task)
+
+    @property
     def is_text(self) -> bool:
-        return find_task(self.config.data.task).language
+        return self.facts.language
 
     @property
     def method(self) -> str:
@@ -78,12 +84,10 @@ class LoadedRun:
     @property
     def paper_method(self) -> str | None:
         """Name (methods/registry.py) of the method if its options are those of one with a fixed name."""
-        config = self.config
+        as_many = ("model.num_experts", "model.max_experts")  # as the run has
         for method in METHODS.values():
-            here = find_task(config.data.task).method_options.get(method.name, {})
-            options = {**NEUTRAL, **method.options, **here}
-            slots = ("model.num_experts", "model.max_experts")  # as many as the run has
-            if all(attrgetter(name)(config) == value for name, value in options.items() if name not in slots):
+            options = {**NEUTRAL, **method.options, **self.facts.method_options.get(method.name, {})}
+            if all(attrgetter(name)(self.config) == value for name, value in options.items() if name not in as_many):
                 return method.name
         return None
 
@@ -93,15 +97,6 @@ def layer_names(modules: Sequence[str]) -> dict[str, str]:
     numbers = [re.search(r"(?:^|\.)(\d+)(?=\.|$)", module) for module in modules]
     short = [f"layer {number[1]}" if number else module for number, module in zip(numbers, modules, strict=True)]
     return dict(zip(modules, short if len(set(short)) == len(short) else modules, strict=True))
-
-
-NEUTRAL: dict[str, Any] = {
-    "algorithm.name": "erm",
-    "model.shared_demand": None,
-    "model.fixed_experts": None,
-    "model.block_choice": "prototype",
-}
-"""Options that methods change, as they are where a method does not."""
 
 
 def load_run(folder: Path, name: str = "best", label: str | None = None, data_root: Path | None = None) -> LoadedRun:
@@ -135,18 +130,10 @@ def load_run(folder: Path, name: str = "best", label: str | None = None, data_ro
     with _quiet_transformers():
         model = own_model(folder, config)
     checkpoint.load_weights(saved, model)
-    return LoadedRun(
-        name=label or folder.resolve().name,
-        folder=folder,
-        config=config,
-        checkpoint=saved,
-        step=int(checkpoint.load_progress(saved)["step"]),
-        task=task,
-        model=model.to(device).eval(),
-        records=read_metrics(folder) if (folder / "metrics.jsonl").is_file() else [],
-        summary=summary,
-        device=device,
-    )
+    step = int(checkpoint.load_progress(saved)["step"])
+    records = read_metrics(folder) if (folder / "metrics.jsonl").is_file() else []
+    label = label or folder.resolve().name
+    return LoadedRun(label, folder, config, saved, step, task, model.to(device).eval(), records, summary, device)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -15,7 +15,7 @@ from unifmoe_dist.config.named import made_of
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods.registry import find_method
-from unifmoe_dist.studies.tables import SEEDS
+from unifmoe_dist.studies.paper_tables import SEEDS
 from unifmoe_dist.train.cli import parse_options
 
 # What a sweep sets for each run, and how to say it instead.
@@ -31,23 +31,30 @@ _COORDINATES = {
 
 
 @dataclass(frozen=True)
-class Run:
-    """One training run of a sweep.
-
-    Args:
-        task: Data set.
-        held_out: Environment held out; None for language.
-        method: Method, by name.
-        seed: Seed.
-        lr: Peak learning rate, if the sweep chooses one; None is the base configuration's.
-        config: The resolved configuration, with the run's folder as output.
-    """
+class RunIdentity:
+    """Which training run of a sweep: what run.json says."""
 
     task: str
-    held_out: str | None
+    held_out: str | None  # environment; None for language
     method: str
     seed: int
-    lr: float | None
+    lr: float | None  # peak learning rate, if the sweep chooses one; None is the base configuration's
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(RunIdentity)}
+
+    @property
+    def name(self) -> str:
+        """A run in a few words."""
+        words = [self.task, self.held_out, self.method, f"seed {self.seed}"]
+        return " ".join(word for word in words if word) + ("" if self.lr is None else f" lr {self.lr:g}")
+
+
+@dataclass(frozen=True)
+class Run(RunIdentity):
+    """A planned run with its resolved configuration, which has the run's folder as output."""
+
     config: TrainConfig = field(compare=False, repr=False)
 
     @property
@@ -55,47 +62,24 @@ class Run:
         assert self.config.output is not None
         return Path(self.config.output)
 
-    @property
-    def name(self) -> str:
-        """A run in a few words."""
-        return _in_words(self.task, self.held_out, self.method, self.seed, self.lr)
-
-
-def _in_words(task: str, held_out: str | None, method: str, seed: int, lr: float | None) -> str:
-    place = task if held_out is None else f"{task} {held_out}"
-    return f"{place} {method} seed {seed}" + ("" if lr is None else f" lr {lr:g}")
-
 
 @dataclass(frozen=True)
 class Selection:
-    """What to run; empty lists of environments and learning rates take each data set's own.
-
-    Args:
-        tasks: Data sets.
-        methods: Methods, by name.
-        held_out: Environments to hold out in turn.
-        seeds: Seeds.
-        learning_rates: Peak learning rates.
-        settings: Options of every run as KEY=VALUE, in place of the base configuration's; a method's own come last.
-        config: Base configuration of every data set; None takes each data set's own.
-    """
+    """What to run; empty lists of environments and learning rates take each data set's own."""
 
     tasks: Sequence[str]
     methods: Sequence[str]
-    held_out: Sequence[str] = ()
+    held_out: Sequence[str] = ()  # environments to hold out in turn
     seeds: Sequence[int] = SEEDS
-    learning_rates: Sequence[float] = ()
-    settings: Sequence[str] = ()
-    config: Path | None = None
+    learning_rates: Sequence[float] = ()  # peak
+    settings: Sequence[str] = ()  # options of every run as KEY=VALUE; a method's own come last
+    config: Path | None = None  # base configuration of every data set; None takes each data set's own
 
 
 def expand(selection: Selection, output: Path, configs: Path) -> list[Run]:
     """Every run of a selection, seed by seed, so that a sweep that is stopped leaves whole seeds.
 
-    Args:
-        selection: What to run.
-        output: Folder that holds the runs' folders.
-        configs: Folder of the data sets' base configurations.
+    `output` will hold the runs' folders; `configs` has the data sets' base configurations.
 
     Raises:
         UserError: a name, option or value does not exist or does not fit.
@@ -114,7 +98,7 @@ def expand(selection: Selection, output: Path, configs: Path) -> list[Run]:
         environments = environments if data_set.environments else [None]
         rates: list[float | None] = [*(selection.learning_rates or data_set.learning_rates)] or [None]
         for held_out, method, lr in product(environments, selection.methods, rates):
-            runs.append(_run(task, held_out, method, seed, lr, base, output))
+            runs.append(_run(RunIdentity(task, held_out, method, seed, lr), base, output))
     if selection.held_out:
         known = {name for task in selection.tasks for name in find_task(task).environments}
         if unknown := [name for name in selection.held_out if name not in known]:
@@ -147,20 +131,20 @@ def _base(path: Path, settings: tuple[str, ...]) -> dict[str, Any]:
     return parse_options(["--config", str(path), *(f"--{word}" for word in settings)], prog="sweep.py")
 
 
-def _run(
-    task: str, held_out: str | None, method: str, seed: int, lr: float | None, base: Mapping[str, Any], output: Path
-) -> Run:
-    leaf = f"seed{seed}" if lr is None else f"seed{seed}-lr{lr:g}"
-    folder = output.joinpath(task, *([] if held_out is None else [folder_name(held_out)]), method, leaf)
-    own = {**find_method(method).options, **find_task(task).method_options.get(method, {})}
-    options = {"data.task": task, "data.held_out": held_out, "seed": seed, "output": str(folder), "optim.lr": lr}
+def _run(run: RunIdentity, base: Mapping[str, Any], output: Path) -> Run:
+    leaf = f"seed{run.seed}" if run.lr is None else f"seed{run.seed}-lr{run.lr:g}"
+    places = [] if run.held_out is None else [folder_name(run.held_out)]
+    folder = output.joinpath(run.task, *places, run.method, leaf)
+    own = {**find_method(run.method).options, **find_task(run.task).method_options.get(run.method, {})}
+    options = {"data.task": run.task, "data.held_out": run.held_out, "seed": run.seed, "optim.lr": run.lr}
     options = {name: value for name, value in options.items() if value is not None}
+    fixed = {"output": str(folder), "resume": False, "progress": False}
     try:
-        config = made_of(TrainConfig, {**base, **own, **options, "resume": False, "progress": False})
+        config = made_of(TrainConfig, {**base, **own, **options, **fixed})
         config.validate(world_size=1)
     except UserError as error:
-        raise UserError(f"{_in_words(task, held_out, method, seed, lr)} cannot run: {error}") from error
-    return Run(task, held_out, method, seed, lr, config)
+        raise UserError(f"{run.name} cannot run: {error}") from error
+    return Run(**run.identity, config=config)
 
 
 def folder_name(text: str) -> str:

@@ -24,33 +24,22 @@ from unifmoe_dist.data.registry import TASKS, find_task
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods.registry import find_method
 from unifmoe_dist.studies.records import read_summary
+from unifmoe_dist.studies.sweep.planned_runs import RunIdentity
+from unifmoe_dist.studies.sweep.run_folder import saved_options
+
+_OPTIONS = ("model.num_blocks", "model.num_experts", "optim.lambda_div")
 
 
 @dataclass(frozen=True)
-class Result:
-    """One planned run.
+class Result(RunIdentity):
+    """One planned run, and, once it has finished, what came of it."""
 
-    Args:
-        task, held_out, method, seed, lr: Which run it is.
-        folder: Its folder.
-        score: Test score (%); None until the run has finished.
-        validation: Validation score (%) of the checkpoint that was tested.
-        block_compute: Mean blocks per token and layer, C_B.
-        expert_count: Mean (residual) experts per token and layer, k.
-        options: Options of the run, by dotted name.
-    """
-
-    task: str
-    held_out: str | None
-    method: str
-    seed: int
-    lr: float | None
     folder: Path
-    score: float | None = None
-    validation: float | None = None
-    block_compute: float | None = None
-    expert_count: float | None = None
-    options: dict[str, Any] | None = None
+    score: float | None = None  # test score (%)
+    validation: float | None = None  # validation score (%) of the checkpoint that was tested
+    block_compute: float | None = None  # mean blocks per token and layer, C_B
+    expert_count: float | None = None  # mean (residual) experts per token and layer, k
+    options: dict[str, Any] | None = None  # those that tables need, by dotted name
 
     @property
     def finished(self) -> bool:
@@ -61,11 +50,6 @@ class Result:
         """C_B / B: computation per token and layer in dense FFNs."""
         assert self.block_compute is not None and self.options is not None
         return self.block_compute / self.options["model.num_blocks"]
-
-    @property
-    def name(self) -> str:
-        words = [self.task, self.held_out, self.method, f"seed {self.seed}", self.lr and f"lr {self.lr:g}"]
-        return " ".join(str(word) for word in words if word)
 
 
 def collect(folder: Path) -> list[Result]:
@@ -79,8 +63,7 @@ def collect(folder: Path) -> list[Result]:
         raise UserError(f"{folder} holds no runs of a sweep; give the --output folder of launch/sweep.py.")
     results: dict[tuple[Any, ...], Result] = {}
     for result in (_read(path.parent) for path in found):
-        identity = result.task, result.held_out, result.method, result.seed, result.lr
-        if (other := results.setdefault(identity, result)) is not result:
+        if (other := results.setdefault(tuple(result.identity.values()), result)) is not result:
             raise UserError(
                 f"{other.folder} and {result.folder} both hold {result.name}; give the --output folder of one sweep."
             )
@@ -98,18 +81,14 @@ def _read(folder: Path) -> Result:
             return planned
         if (summary := read_summary(folder)) is None:
             raise ValueError("summary.json is no summary")
-        options = yaml.load((folder / "config.yaml").read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
+        options = saved_options(folder)
         return replace(
             planned,
             score=100 * float(summary.get("score", summary["test_accuracy"])),
             validation=100 * float(summary.get("validation_score", summary["validation_accuracy"])),
             block_compute=float(summary["mean_block_compute"]),
             expert_count=float(summary["mean_expert_count"]),
-            options={
-                "model.num_blocks": options["model"]["num_blocks"],
-                "model.num_experts": options["model"]["num_experts"],
-                "optim.lambda_div": options["optim"]["lambda_div"],
-            },
+            options={name: options[name] for name in _OPTIONS},
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError, UserError) as error:
         raise UserError(f"{folder} does not hold a readable run ({error}); delete it or run it again.") from error
@@ -117,30 +96,18 @@ def _read(folder: Path) -> Result:
 
 @dataclass(frozen=True)
 class Entry:
-    """What stands in one place of a table.
+    """What stands in one place of a table."""
 
-    Args:
-        mean: Value, for a score the mean over seeds; None unless every run is there.
-        deviation: Standard deviation over seeds; None for a single one.
-        done, wanted: Runs that are there and that are needed; both 0 where no number of runs says what lacks.
-        block_compute: Mean C_B of the runs that count.
-        ffns: The same in dense FFNs, C_B / B.
-        expert_count: Mean k of the runs that count.
-        by_seed: Score of each seed.
-        decimals: Decimal places that are shown.
-        best: Whether it is the best of its column.
-    """
-
-    mean: float | None
-    deviation: float | None = None
-    done: int = 0
-    wanted: int = 0
-    block_compute: float | None = None
-    ffns: float | None = None
-    expert_count: float | None = None
-    by_seed: tuple[float, ...] = ()
-    decimals: int = 1
-    best: bool = False
+    mean: float | None  # for a score the mean over seeds; None unless every run is there
+    deviation: float | None = None  # over seeds; None for a single one
+    done: int = 0  # runs that are there, and
+    wanted: int = 0  # that are needed; both 0 where no number of runs says what lacks
+    block_compute: float | None = None  # mean C_B of the runs that count
+    ffns: float | None = None  # the same in dense FFNs, C_B / B
+    expert_count: float | None = None  # mean k of the runs that count
+    by_seed: tuple[float, ...] = ()  # score of each seed
+    decimals: int = 1  # that are shown
+    best: bool = False  # of its column
 
     def text(self, plus_minus: str, missing: str) -> str:
         if self.mean is None:

@@ -22,27 +22,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unifmoe_dist.studies.diagnostics.channels import FrozenExperts, SharedSets
-from unifmoe_dist.studies.diagnostics.pairs import expert_order, top_pair
+from unifmoe_dist.studies.diagnostics.rankings import expert_order, top_pair
 from unifmoe_dist.studies.diagnostics.reconstruction import ETA, Reconstruction, responses
+from unifmoe_dist.studies.diagnostics.shared_channels import FrozenExperts, SharedSets
 from unifmoe_dist.studies.usage.capture import expert_scores
 
 
 @dataclass(frozen=True)
 class RouterTraining:
-    """How a residual router is trained.
+    """How a residual router is trained."""
 
-    Args:
-        steps: Adam steps.
-        batch_size: Tokens per step, drawn with replacement (on the task loss: whatever a batch holds).
-        lr: Learning rate, decayed to 0 along a cosine.
-        seed: Seed of the router's start and of the tokens drawn.
-    """
-
-    steps: int = 400
-    batch_size: int = 1024
-    lr: float = 1e-2
-    seed: int = 0
+    steps: int = 400  # of Adam
+    batch_size: int = 1024  # tokens per step, drawn with replacement (on the task loss: whatever a batch holds)
+    lr: float = 1e-2  # decayed to 0 along a cosine
+    seed: int = 0  # of the router's start and of the tokens drawn
 
     def new_router(self, model_dim: int, num_experts: int) -> nn.Parameter:
         """(K, d) float32 router weight, orthonormal rows where K <= d, from a seed of its own."""
@@ -67,12 +60,7 @@ def top2_gates(logits: Tensor) -> Tensor:
 
 
 def train_router(x: Tensor, problem: Reconstruction, training: RouterTraining) -> tuple[Tensor, float]:
-    """Train a router to reconstruct the residual target.
-
-    Args:
-        x: (N, d) tokens.
-        problem: Their N reconstruction problems.
-        training: How.
+    """Train a router to reconstruct the residual target of N tokens x (N, d), whose problems are given.
 
     Returns:
         Logits (N, K) float64 of all tokens, and the mean relative squared error that the router ends with.
@@ -107,11 +95,9 @@ def train_router_on_task(
 
     Args:
         model: Called as `model(**inputs)`.
-        layer: One of its layers, a `RoutingLayer` whose experts can be read.
-        sets: Shared sets of its experts.
+        layer: One of its layers whose experts can be read; `sets` are theirs.
         batches: Inputs and labels, one step each; at most `training.steps` are used.
         loss_of: From the model's output and the labels to the loss.
-        training: Steps, learning rate and seed.
 
     Returns:
         The router's weight (K, d) float32; `x @ weight.T` are the residual logits.

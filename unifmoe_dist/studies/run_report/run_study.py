@@ -1,4 +1,4 @@
-"""Everything that is computed about one run; the modules of sections show it."""
+"""Everything that is computed about one run; page_data.py and templates/ show it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.task import logits_of
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.layer import UniFMoELayer
 from unifmoe_dist.methods.topk import TopKConfig
 from unifmoe_dist.runtime import heartbeat
-from unifmoe_dist.studies.diagnostics.channels import FrozenExperts, shared_sets
-from unifmoe_dist.studies.diagnostics.files import as_record
-from unifmoe_dist.studies.diagnostics.routers import RouterTraining, train_router_on_task
-from unifmoe_dist.studies.diagnostics.study import Diagnosis, Settings, diagnose
+from unifmoe_dist.studies.diagnostics.diagnosis import Diagnosis, Settings, as_record, diagnose
+from unifmoe_dist.studies.diagnostics.residual_router import RouterTraining, train_router_on_task
+from unifmoe_dist.studies.diagnostics.shared_channels import FrozenExperts, shared_sets
 from unifmoe_dist.studies.records import plain
-from unifmoe_dist.studies.run_report.costs import CostColumn, method_costs, own_cost
-from unifmoe_dist.studies.run_report.loading import LoadedRun, layer_names
-from unifmoe_dist.studies.run_report.sample import MOST_TOKENS, Sample, draw_sample, token_strings
-from unifmoe_dist.studies.run_report.segments import ElementStudy, Masks, ink_masks, read_masks, study_elements
+from unifmoe_dist.studies.run_report.loaded_run import LoadedRun, layer_names
+from unifmoe_dist.studies.run_report.method_costs import CostColumn, method_costs, own_cost
+from unifmoe_dist.studies.run_report.sample import MOST_TOKENS, Masks, Sample, draw_sample, ink_masks, read_masks
 from unifmoe_dist.studies.usage.capture import Capture, capture, expert_scores
-from unifmoe_dist.studies.usage.maps import TextCompute, text_compute, token_means
-from unifmoe_dist.studies.usage.study import LayerUsage, study_layer, usage_record
+from unifmoe_dist.studies.usage.layer_usage import (
+    ElementUsage,
+    LayerUsage,
+    PatchGrid,
+    TextCompute,
+    element_usage,
+    study_layer,
+    text_compute,
+    token_means,
+    usage_record,
+)
 from unifmoe_dist.train.batches import TrainBatches
 from unifmoe_dist.train.evaluate import collect_usage, to_device
 from unifmoe_dist.upcycling import moe_layers
@@ -37,54 +43,48 @@ from unifmoe_dist.usage import UsageSummary
 
 @dataclass(frozen=True)
 class StudyOptions:
-    """How much is computed.
+    """How much is computed."""
 
-    Args:
-        most_tokens: Tokens that are looked at.
-        most_items: Items (images, sentences) that are looked at, in place of a number of tokens.
-        router_steps: Training steps of the residual router and of its control.
-        delta: Least alignment of a channel that two experts share.
-        measure: Whether seconds and memory are measured.
-        methods: Whether every method of the paper's tables is built, and its cost counted and measured, too.
-        masks: Folder of label images for the test images.
-    """
+    most_tokens: int = MOST_TOKENS  # that are looked at
+    most_items: int | None = None  # images or sentences that are looked at, in place of a number of tokens
+    router_steps: int = 400  # training steps of the residual router and of its control
+    delta: float = Settings.delta  # least alignment of a channel that two experts share
+    measure: bool = False  # seconds and memory
+    methods: bool = False  # build every method of the paper's tables, and count and measure its cost too
+    masks: Path | None = None  # folder of label images for the test images
 
-    most_tokens: int = MOST_TOKENS
-    most_items: int | None = None
-    router_steps: int = 400
-    delta: float = Settings.delta
-    measure: bool = False
-    methods: bool = False
-    masks: Path | None = None
+
+@dataclass(frozen=True)
+class ElementStudy:
+    """Usage by element, layer by layer."""
+
+    masks: Masks
+    usage: Mapping[str, ElementUsage]
+
+    def record(self) -> dict[str, Any]:
+        """Every number."""
+        return {
+            "images": len(self.masks.sample.places),
+            "from_files": self.masks.folder is not None,
+            "names": {number: self.masks.name(number) for usage in self.usage.values() for number in usage.elements},
+            "layers": {layer: asdict(usage) for layer, usage in self.usage.items()},
+        }
 
 
 @dataclass(frozen=True)
 class RunStudy:
-    """What was found about a run.
-
-    Args:
-        run: The run.
-        sample: The test data that were looked at.
-        captured: Routing of every MoE layer on them; empty for a dense run.
-        executed: What its MoE layers executed on them.
-        usage: Of its UniF-MoE layers.
-        texts: C_B token by token in every UniF-MoE layer of a run on text; empty for images.
-        elements: Use by semantic element, of a run on images with masks.
-        diagnoses: Of its layers that send tokens to a fixed number of experts, at least two.
-        costs: Of its own model, and of the paper's methods if they were asked for.
-        costs_missing: By method's label, what stands against building it here.
-    """
+    """What was found about a run."""
 
     run: LoadedRun
-    sample: Sample
-    captured: Mapping[str, Capture]
-    executed: Mapping[str, UsageSummary]
-    usage: Mapping[str, LayerUsage]
-    texts: Mapping[str, list[TextCompute]]
-    elements: ElementStudy | None
-    diagnoses: Mapping[str, Diagnosis]
-    costs: list[CostColumn]
-    costs_missing: Mapping[str, str]
+    sample: Sample  # the test data that were looked at
+    captured: Mapping[str, Capture]  # routing of every MoE layer on them; empty for a dense run
+    executed: Mapping[str, UsageSummary]  # what its MoE layers executed on them
+    usage: Mapping[str, LayerUsage]  # of its UniF-MoE layers
+    texts: Mapping[str, list[TextCompute]]  # C_B token by token in these layers, of a run on text; empty for images
+    elements: ElementStudy | None  # use by semantic element, of a run on images with masks
+    diagnoses: Mapping[str, Diagnosis]  # of its layers that send tokens to a fixed number of experts, at least two
+    costs: list[CostColumn]  # of its own model, and of the paper's methods if they were asked for
+    costs_missing: Mapping[str, str]  # by method's label, what stands against building it here
 
     def record(self) -> dict[str, Any]:
         """Every number, as JSON can hold it."""
@@ -119,16 +119,18 @@ def find_masks(runs: Sequence[LoadedRun], options: StudyOptions) -> list[Masks |
     Raises:
         UserError: No run has UniF-MoE layers, or the masks do not fit.
     """
-    if options.masks is None:
+    folder, unif = options.masks, [any(map(_is_unif, run.layers.values())) for run in runs]
+    if folder is None:
         return [None] * len(runs)
-    unif = [any(isinstance(layer, UniFMoELayer) for layer in run.layers.values()) for run in runs]
     if not any(unif):
         names = " and ".join(run.name for run in runs)
         raise UserError(f"--masks shows what UniF-MoE layers use, but {names} has none; leave it out.")
-    return [
-        read_masks(run, options.masks, options.most_tokens, options.most_items) if has_unif else None
-        for run, has_unif in zip(runs, unif, strict=True)
-    ]
+    several = zip(runs, unif, strict=True)
+    return [read_masks(run, folder, options.most_tokens, options.most_items) if use else None for run, use in several]
+
+
+def _is_unif(layer: Any) -> bool:
+    return isinstance(layer, UniFMoELayer)
 
 
 def study(run: LoadedRun, options: StudyOptions, masks: Masks | None = None) -> RunStudy:
@@ -136,8 +138,7 @@ def study(run: LoadedRun, options: StudyOptions, masks: Masks | None = None) -> 
 
     `masks`, if given, are of its test images (`find_masks`).
     """
-    sample = draw_sample(run, options.most_tokens, options.most_items)
-    layers = run.layers
+    sample, layers = draw_sample(run, options.most_tokens, options.most_items), run.layers
     diagnosed = {name: layer for name, layer in layers.items() if can_be_diagnosed(layer)}
     captured: dict[str, Capture] = {}
     for layer in layers.values():
@@ -146,25 +147,30 @@ def study(run: LoadedRun, options: StudyOptions, masks: Masks | None = None) -> 
         captured = capture(run.model, layers, sample.batches(f"{run.name}: layers"), keep_tokens=bool(diagnosed))
     counted = collect_usage(run.model, run.ranks)
     executed = {name: counted[module] for module, name in layer_names(list(counted)).items()}
-    usage = {
-        name: study_layer(captured[name].routing, layer.router)
-        for name, layer in layers.items()
-        if isinstance(layer, UniFMoELayer)
-    }
+    unif = {name: layer for name, layer in layers.items() if _is_unif(layer)}
+    usage = {name: study_layer(captured[name].routing, layer.router) for name, layer in unif.items()}
     texts: dict[str, list[TextCompute]] = {}
     if usage and run.is_text:
-        strings = token_strings(run, sample.items(0, len(sample.places)))
+        tokenizer = run.facts.tokenizer(run.config)
+        strings = [tokenizer.convert_ids_to_tokens(item[0]) for item in sample.items(0, len(sample.places))]
         texts = {name: text_compute(captured[name], strings) for name in usage}
     elements = None
     if usage and masks is not None:
-        elements = study_elements(run, masks, {})
-    elif usage and find_task(run.config.data.task).stroke_above is not None:
-        elements = study_elements(run, ink_masks(run, sample), captured)
+        seen = capture(run.model, layers, masks.sample.batches(f"{run.name}: elements"))
+        elements = _study_elements(run, masks, seen)
+    elif usage and run.facts.stroke_above is not None:
+        elements = _study_elements(run, ink_masks(run, sample), captured)
     diagnoses = {name: diagnose_layer(run, name, layer, captured[name], options) for name, layer in diagnosed.items()}
     heartbeat.doing(f"{run.name}: cost of the model")
     own = own_cost(run, sample, counted, options.measure)
     costs, missing = method_costs(run, sample, own, options.measure) if options.methods else ([own], {})
     return RunStudy(run, sample, captured, executed, usage, texts, elements, diagnoses, costs, missing)
+
+
+def _study_elements(run: LoadedRun, masks: Masks, captured: Mapping[str, Capture]) -> ElementStudy:
+    """Group what UniF-MoE layers decided on the images of the masks by element."""
+    grid = PatchGrid.of(run.model)
+    return ElementStudy(masks, {name: element_usage(one, grid, masks.elements) for name, one in captured.items()})
 
 
 def can_be_diagnosed(layer: Any) -> bool:
@@ -188,10 +194,9 @@ def diagnose_layer(run: LoadedRun, name: str, layer: Any, captured: Capture, opt
 
 def _training_batches(run: LoadedRun, steps: int, progress: str) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
     """The batches that a training run of one rank would see."""
-    data = run.config.data
-    batches = TrainBatches(
-        run.task, data.batch_size, run.config.seed, 0, 1, 1, data.workers, data.sampling == "replacement"
-    )
+    data, seed = run.config.data, run.config.seed
+    anew = data.sampling == "replacement"
+    batches = TrainBatches(run.task, data.batch_size, seed, 0, 1, 1, data.workers, anew)
     try:
         for step in heartbeat.followed(range(steps), progress):
             for inputs, labels in batches.step(step):

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+import pandas as pd
+
 from unifmoe_dist.data.registry import TASKS, find_task
 from unifmoe_dist.methods.registry import METHODS, STUDIES, find_method, in_order
 from unifmoe_dist.studies import paper_numbers as paper
+from unifmoe_dist.studies import records
 from unifmoe_dist.studies.paper_numbers import AVERAGE, STANDARD_AVERAGE, STANDARD_BEST, Score
-from unifmoe_dist.studies.records import csv_text
-from unifmoe_dist.studies.report import results as runs
-from unifmoe_dist.studies.report.results import COSTS, Entry, Result, average, cell, grid_of
-from unifmoe_dist.studies.sweep.run_folder import last_words
-from unifmoe_dist.studies.tables import DOMAINBED, GLUE, TABLES
+from unifmoe_dist.studies.paper_tables import DOMAINBED, GLUE, TABLES
+from unifmoe_dist.studies.report import entries as runs
+from unifmoe_dist.studies.report.entries import COSTS, Entry, Result, average, cell, grid_of
 
 HERE, PAPER = "here", "paper"
 STUDIED = {"diversity": "lambda", "blocks": "blocks"}
@@ -35,23 +36,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of the report.
+    """A table of the report."""
 
-    Args:
-        name: Stem of its files.
-        title: Caption.
-        columns: Heads of the entries.
-        rows: Lines.
-        notes: Sentences below it.
-        scores: Number of columns, from the left, whose best entry is marked.
-    """
-
-    name: str
-    title: str
-    columns: tuple[str, ...]
+    name: str  # stem of its files
+    title: str  # caption
+    columns: tuple[str, ...]  # heads of the entries
     rows: list[Row]
-    notes: list[str]
-    scores: int
+    notes: list[str]  # sentences below it
+    scores: int  # number of columns, from the left, whose best entry is marked
 
 
 def build_tables(results: Sequence[Result]) -> list[Table]:
@@ -216,20 +208,17 @@ def _mark_best(table: Table) -> None:
 
 def markdown(table: Table) -> str:
     """A Markdown table with its notes; the paper's lines in italics."""
-    lines = [
-        f"### {table.title}\n",
-        "| method | " + " | ".join(f"`{c}`" if c.startswith("rot") else c for c in table.columns) + " |",
-        "| --- |" + " ---: |" * len(table.columns),
-    ]
+    heads = ["method", *(f"`{c}`" if c.startswith("rot") else c for c in table.columns)]
+    lines = []
     for row in table.rows:
         texts = [e.text(" ± ", "–") if e.wanted or e.mean is not None else "" for e in row.entries]
         if row.source == PAPER:
-            label, cells = "*paper*", [text and f"*{text}*" for text in texts]
+            cells = ["*paper*", *(text and f"*{text}*" for text in texts)]
         else:
-            label = row.label
-            cells = [f"**{text}**" if e.best else text for text, e in zip(texts, row.entries, strict=True)]
-        lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", " ".join(table.notes)])
+            marked = (f"**{text}**" if e.best else text for text, e in zip(texts, row.entries, strict=True))
+            cells = [row.label, *marked]
+        lines.append(dict(zip(heads, cells, strict=True)))
+    return f"### {table.title}\n\n{records.markdown(lines)}\n\n{' '.join(table.notes)}"
 
 
 _TEX = {"α": r"$\alpha$", "λ": r"$\lambda$", "±": r"$\pm$", "%": r"\%", "_": r"\_", "&": r"\&", "–": "--"}
@@ -237,20 +226,19 @@ _TEX = {"α": r"$\alpha$", "λ": r"$\lambda$", "±": r"$\pm$", "%": r"\%", "_": 
 
 def latex(table: Table) -> str:
     """A LaTeX table for the packages booktabs and graphicx."""
-    lines = [
-        r"\begin{table*}[t]",
-        r"\centering",
-        rf"\caption{{{_tex(table.title)}. {_tex(' '.join(table.notes))}}}",
-        rf"\label{{tab:{table.name}}}",
-        rf"\begin{{tabular}}{{@{{}}l{'c' * len(table.columns)}@{{}}}}",
-        r"\toprule",
-        " & ".join(["Method", *("$k$" if c == "k" else _tex(c) for c in table.columns)]) + r" \\",
-        r"\midrule",
-    ]
-    for row in table.rows:
-        label = r"\quad\textit{paper}" if row.source == PAPER else _tex(row.label)
-        lines.append(" & ".join([label, *map(_tex_entry, row.entries)]) + r" \\")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table*}", ""])
+    heads = ["Method", *("$k$" if c == "k" else _tex(c) for c in table.columns)]
+    labels = [r"\quad\textit{paper}" if row.source == PAPER else _tex(row.label) for row in table.rows]
+    cells = [[name, *map(_tex_entry, row.entries)] for name, row in zip(labels, table.rows, strict=True)]
+    style = pd.DataFrame(cells, columns=heads).style.hide(axis="index")
+    return style.to_latex(
+        environment="table*",
+        position="t",
+        position_float="centering",
+        caption=f"{_tex(table.title)}. {_tex(' '.join(table.notes))}",
+        label=f"tab:{table.name}",
+        column_format=f"@{{}}l{'c' * len(table.columns)}@{{}}",
+        hrules=True,
+    )
 
 
 def _tex_entry(entry: Entry) -> str:
@@ -268,33 +256,20 @@ def _tex(text: str) -> str:
 
 def as_csv(table: Table) -> str:
     """One line for each entry, unrounded: method, source, column, mean, deviation, runs there and runs needed."""
-    return csv_text(
-        [
-            {
-                "table": table.name,
-                "method": row.method,
-                "label": row.label,
-                "source": row.source,
-                "column": column,
-                "mean": "" if e.mean is None else f"{e.mean:.6g}",
-                "deviation": "" if e.deviation is None else f"{e.deviation:.6g}",
-                "runs": "" if row.source == PAPER else e.done,
-                "of": "" if row.source == PAPER else e.wanted,
-            }
-            for row in table.rows
-            for column, e in zip(table.columns, row.entries, strict=True)
-            if e.mean is not None or e.wanted
-        ]
-    )
-
-
-def missing_runs(results: Sequence[Result]) -> str:
-    """Markdown list of runs that have not finished, with the last line of their logs; empty if there are none."""
-    missing = [r for r in results if not r.finished]
-    if not missing:
-        return ""
-    lines = [f"### {len(missing)} of {len(results)} planned runs have not finished\n"]
-    for r in missing:
-        words = last_words(r.folder)
-        lines.append(f"- {r.name}: " + (f"`{words}` ({r.folder / 'log.txt'})" if words else "not begun"))
-    return "\n".join(lines)
+    lines = [
+        {
+            "table": table.name,
+            "method": row.method,
+            "label": row.label,
+            "source": row.source,
+            "column": column,
+            "mean": "" if e.mean is None else f"{e.mean:.6g}",
+            "deviation": "" if e.deviation is None else f"{e.deviation:.6g}",
+            "runs": "" if row.source == PAPER else e.done,
+            "of": "" if row.source == PAPER else e.wanted,
+        }
+        for row in table.rows
+        for column, e in zip(table.columns, row.entries, strict=True)
+        if e.mean is not None or e.wanted
+    ]
+    return records.csv_text(lines)

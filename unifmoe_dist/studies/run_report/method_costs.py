@@ -21,9 +21,10 @@ from unifmoe_dist.methods.registry import METHODS, method_of
 from unifmoe_dist.runtime.heartbeat import followed
 from unifmoe_dist.runtime.ranks import seed_everything
 from unifmoe_dist.studies.cost.cost_table import Cost, MeasuredCost, count_cost, measure_cost, statistics_of
-from unifmoe_dist.studies.run_report.loading import NEUTRAL, LoadedRun
+from unifmoe_dist.studies.cost.paper import published_cost
+from unifmoe_dist.studies.run_report.loaded_run import NEUTRAL, LoadedRun
 from unifmoe_dist.studies.run_report.sample import Sample
-from unifmoe_dist.studies.usage.maps import PatchGrid
+from unifmoe_dist.studies.usage.layer_usage import PatchGrid
 from unifmoe_dist.train import build
 from unifmoe_dist.train.batches import TrainBatches
 from unifmoe_dist.train.evaluate import collect_usage
@@ -38,29 +39,35 @@ COUNTED_TOKENS = 4096
 
 @dataclass(frozen=True)
 class CostColumn:
-    """A model of the table.
+    """A model of the table."""
 
-    Args:
-        label: Name for readers.
-        method: Method of the paper's table, or None.
-        trained: Whether the counts are at the routing of a trained run; otherwise at that of new layers.
-        cost: What was counted.
-        measured: Seconds and memory, if they were measured.
-    """
-
-    label: str
-    method: str | None
-    trained: bool
+    label: str  # name for readers
+    method: str | None  # of the paper's tables
+    trained: bool  # whether the counts are at the routing of a trained run; otherwise at that of new layers
     cost: Cost
-    measured: MeasuredCost | None
+    measured: MeasuredCost | None  # seconds and memory, if they were measured
+
+    @property
+    def family(self) -> str | None:
+        return METHODS[self.method].family if self.method else None
+
+    @property
+    def statistics(self) -> dict[str, float]:
+        """In the table's units."""
+        return statistics_of(self.cost, self.measured)
+
+    @property
+    def published(self) -> dict[str, float]:
+        """The paper's numbers."""
+        return published_cost(self.method or "")
 
     def record(self) -> dict[str, Any]:
-        """In the table's units."""
+        """For numbers.json."""
         return {
             "label": self.label,
             "method": self.method,
             "trained": self.trained,
-            **statistics_of(self.cost, self.measured),
+            **self.statistics,
             "device": self.measured and self.measured.device,
             "memory_kind": self.measured and self.measured.memory_kind,
         }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.kernels.activations import FUNCTIONS
-from unifmoe_dist.studies.diagnostics.pairs import expert_pairs
+from unifmoe_dist.studies.diagnostics.rankings import expert_pairs
 
 
 @dataclass(frozen=True)
@@ -21,17 +21,11 @@ class FrozenExperts:
     The paper omits biases. The up bias belongs to its channel. The down bias is one more channel, of constant
     activation 1: it is the last row of `values`, and like any other is shared by a pair of experts where the two rows
     are aligned. It counts in no shared ratio, whose H channels are those of the paper.
-
-    Args:
-        keys: (K, H, d), float64 where it is not cast, as all of them.
-        key_bias: (K, H).
-        values: (K, C, d); C is H, or H + 1 with a down bias.
-        activation: Its name.
     """
 
-    keys: Tensor
-    key_bias: Tensor
-    values: Tensor
+    keys: Tensor  # (K, H, d), float64 where it is not cast, as all of them
+    key_bias: Tensor  # (K, H)
+    values: Tensor  # (K, C, d); C is H, or H + 1 with a down bias
     activation: str
 
     @property
@@ -80,19 +74,12 @@ class FrozenExperts:
 
 @dataclass(frozen=True)
 class SharedSets:
-    """Where the experts of each of P pairs write in nearly the same direction.
+    """Where the experts of each of P pairs write in nearly the same direction."""
 
-    Args:
-        delta: Least alignment of a shared channel.
-        alignment: (P, C) float64, cosine c_ijh of the value rows; C counts the down bias as a last channel, if any.
-        shared: (P, C) bool, S_ij(delta); its complement is R_ij.
-        ratio: (P,) float64 on the CPU, rho_ij(delta): shared fraction of the H hidden channels.
-    """
-
-    delta: float
-    alignment: Tensor
-    shared: Tensor
-    ratio: Tensor
+    delta: float  # least alignment of a shared channel
+    alignment: Tensor  # (P, C) float64, cosine c_ijh of the value rows; a down bias is a last channel
+    shared: Tensor  # (P, C) bool, S_ij(delta); its complement is R_ij
+    ratio: Tensor  # (P,) float64 on the CPU, rho_ij(delta): shared fraction of the H hidden channels
 
     def none_shared(self) -> SharedSets:
         """The same pairs with empty shared sets: every response is residual, which is what controls compare with."""

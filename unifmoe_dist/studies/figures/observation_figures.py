@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from unifmoe_dist.studies.diagnostics.demand_statistics import HIGH, LOW, DemandStatistics
-from unifmoe_dist.studies.diagnostics.pairs import as_matrix
-from unifmoe_dist.studies.diagnostics.study import Diagnosis
+from unifmoe_dist.studies.diagnostics.diagnosis import Diagnosis
+from unifmoe_dist.studies.diagnostics.rankings import as_matrix
 from unifmoe_dist.studies.figures.style import HIGH_COLOUR, LOW_COLOUR, heatmap, label, panels
 
 RATIO = r"shared ratio $\rho_{ij}$ (%)"
@@ -24,13 +24,11 @@ def coactivation_figure(diagnosis: Diagnosis) -> Figure:
     names = [str(e) for e in range(diagnosis.num_experts)]
     ratio, frequency = 100 * diagnosis.sets.ratio, 100 * diagnosis.frequency
     aligned = rf"aligned value positions $\rho_{{ij}}$ (%), $\delta$={diagnosis.sets.delta:g}"
-    for axis, values, title in zip(
-        matrices, (ratio, frequency), (aligned, "tokens routed to the pair (%)"), strict=True
-    ):
+    drawn = {aligned: ratio, "tokens routed to the pair (%)": frequency}
+    for axis, (title, values) in zip(matrices, drawn.items(), strict=True):
         top = max(float(values.max()), 1e-9)
-        heatmap(axis, as_matrix(values, diagnosis.num_experts), names, names, 0, top, form="{:.1f}")
+        heatmap(axis, as_matrix(values, diagnosis.num_experts), names, names, 0, top, title, form="{:.1f}")
         axis.set(xlabel="expert $j$", ylabel="expert $i$")
-        axis.set_title(title, fontsize=10)
     _scatter(points, ratio, frequency)
     for (i, j), *at in zip(diagnosis.pairs, ratio.tolist(), frequency.tolist(), strict=True):
         points.annotate(f"{i},{j}", at, xytext=(4, 3), textcoords="offset points", fontsize=7, color="0.4")
@@ -51,13 +49,10 @@ def transition_figure(diagnosis: Diagnosis) -> Figure:
     for axis, (title, found) in zip(axes[0], drawn.items(), strict=True):
         ranks = [str(rank + 1) for rank in range(len(found.matrix))]
         percent = 100 * found.matrix
-        heatmap(axis, percent, ranks, ranks, 0, float(percent.max()), form="{:.0f}")
+        title += f"\nsame top-2 set {100 * found.same_pair:.1f} % (chance {100 * found.chance_same_pair:.1f})"
+        title += f"\nmean diagonal {100 * found.diagonal:.1f} % (chance {100 * found.chance_diagonal:.1f})"
+        heatmap(axis, percent, ranks, ranks, 0, float(percent.max()), title, form="{:.0f}")
         axis.set(xlabel="new rank", ylabel="original rank (each row: % of tokens)")
-        axis.set_title(
-            f"{title}\nsame top-2 set {100 * found.same_pair:.1f} % (chance {100 * found.chance_same_pair:.1f})\n"
-            f"mean diagonal {100 * found.diagonal:.1f} % (chance {100 * found.chance_diagonal:.1f})",
-            fontsize=9,
-        )
     return figure
 
 

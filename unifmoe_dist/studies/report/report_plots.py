@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import LogLocator
 
 from unifmoe_dist.data.registry import TASKS, find_task
 from unifmoe_dist.methods.registry import METHODS, STUDIES, Family, find_method
 from unifmoe_dist.studies.figures.style import label, new_figure, panels, save
 from unifmoe_dist.studies.paper_numbers import ABLATION, STANDARD_AVERAGE, STANDARD_BEST
-from unifmoe_dist.studies.report.results import Entry, Result, average, cell
-from unifmoe_dist.studies.report.tables import HERE, PAPER, STUDIED, Table, planned_methods, study_value
-from unifmoe_dist.studies.tables import DOMAINBED, GLUE, TABLES
+from unifmoe_dist.studies.paper_tables import DOMAINBED, GLUE, TABLES
+from unifmoe_dist.studies.report.entries import Entry, Result, average, cell
+from unifmoe_dist.studies.report.report_tables import HERE, PAPER, STUDIED, Table, planned_methods, study_value
 
 _FAMILIES: dict[Family, tuple[str, str]] = {
     "dense": ("#222222", "dense"),
@@ -30,33 +30,29 @@ _FAMILIES: dict[Family, tuple[str, str]] = {
 }
 """Colour and name of each family of methods."""
 
-_MARKERS = "osD^vP*X<>"
+_DECISIONS = {
+    "unif": "full",
+    "unif-fixed-alpha": "fixed α",
+    "unif-top2": "top-2\nexperts",
+    "unif-prefix": "prefix\nblocks",
+}
 
 
-class _Point(NamedTuple):
-    """A name with the place that it belongs to."""
-
-    name: str
-    x: float
-    y: float
-    colour: str
-
-
-def plot_table(table: Table, results: Sequence[Result], path: Path) -> bool:
-    """Draw a table's plot; whether there was anything to draw."""
+def plot_table(table: Table, results: Sequence[Result], folder: Path) -> list[str]:
+    """Draw a table's plots into a folder; returns them as Markdown, nothing where there is nothing to draw."""
     if not any(e.mean is not None for row in table.rows if row.source == HERE for e in row.entries):
-        return False
+        return []
     if table.name == "ablation":
-        figure = _ablation(results)
+        figures = [_ablation(results)]
     elif table.name in STUDIED:
-        figure = _studies(results, table)
-    elif table.name in TASKS:
-        figure = _comparison(results, table.name)
-        save(_scores(table), path.with_name(f"{path.stem}-scores.png"), dpi=150)
+        figures = [_studies(results, table)]
     else:
-        figure = _scores(table)
-    save(figure, path, dpi=150)
-    return True
+        figures = [*([_comparison(results, table.name)] if table.name in TASKS else []), _scores(table)]
+    drawn = []
+    for figure, (part, more) in zip(figures, (("", ""), ("-scores", ": scores")), strict=False):
+        path = save(figure, folder / f"{table.name}{part}.png", dpi=150)
+        drawn.append(f"![{table.title}{more}]({path.name})")
+    return drawn
 
 
 # -- scores, one panel to a column ------------------------------------------------------------------------------------
@@ -85,8 +81,7 @@ def _scores(table: Table) -> Figure:
                 axis.errorbar(theirs.mean, y - 0.28, xerr=theirs.deviation, fmt="D", **style)
         axis.set_yticks(range(len(rows)), [row.label for row in rows], fontsize=8)
         axis.set_ylim(-0.7, len(rows) - 0.4)
-        label(axis, "", "", column)
-        axis.set_xlabel("score (%)", fontsize=8)
+        label(axis, "score (%)", "", column)
         axis.tick_params(axis="x", labelsize=8)
     several = any(entry.deviation is not None for row in rows for entry in row.entries)
     name = "here: mean and deviation over seeds" if several else "here: 1 seed"
@@ -108,98 +103,78 @@ def _why_empty(entry: Entry) -> str:
 def _comparison(results: Sequence[Result], task: str) -> Figure:
     """Accuracy against computation over methods, and a panel for each ablation and parameter study."""
     planned = planned_methods(results, [task])
-    ablations = [method for method in planned if find_method(method).family == "ablation"]
+    ablated = {method: _DECISIONS[method] for method in planned if method in _DECISIONS}
+    ablated = ablated if len(ablated) > ("unif" in ablated) else {}
     studies = [name for name in STUDIES if any(method.startswith(f"unif-{name}-") for method in planned)]
-    small = len(studies) + bool(ablations)
+    small = len(studies) + bool(ablated)
     figure = new_figure(13 if small else 8, 7.4 if small > 2 else 5.4)
     grid = figure.add_gridspec(-(-small // 2) or 1, 4 if small > 1 else 3 if small else 2)
-    main = [method for method in planned if method in METHODS and method not in ablations]
+    main = [method for method in planned if method in METHODS and find_method(method).family != "ablation"]
     _accuracy_and_computation(figure.add_subplot(grid[:, :2]), results, task, main)
     axes = [figure.add_subplot(grid[number // 2, 2 + number % 2]) for number in range(small)]
-    if ablations:
-        methods = [m for m in planned if find_method(m).family in ("unif", "ablation")]
-        _decisions(axes[0], results, task, methods)
-    for axis, name in zip(axes[bool(ablations) :], studies, strict=True):
+    if ablated:
+        _side_by_side(axes[0], results, task, ablated)
+        label(axes[0], "", "score (%)", "UniF-MoE: one decision fixed")
+    for axis, name in zip(axes[bool(ablated) :], studies, strict=True):
         _study(axis, results, task, name, f"UniF-MoE: {STUDIES[name].symbol}")
     limits = [limit for axis in axes for limit in axis.get_ylim()]
     for axis in axes:  # one scale, so that effects can be compared
         axis.set_ylim(min(limits), max(limits))
     seeds = len({r.seed for r in results if r.task == task})
-    figure.suptitle(
-        f"{find_task(task).title}: {f'mean and standard deviation over {seeds} seeds' if seeds > 1 else '1 seed'}"
-        + (", small print: $C_B / B$, dense FFNs per token" if small else ""),
-        fontsize=11,
-    )
+    spread = f"mean and standard deviation over {seeds} seeds" if seeds > 1 else "1 seed"
+    spread += ", small print: $C_B / B$, dense FFNs per token" if small else ""
+    figure.suptitle(f"{find_task(task).title}: {spread}", fontsize=11)
     return figure
+
+
+class _Point(NamedTuple):
+    """A name with the place that it belongs to."""
+
+    name: str
+    x: float
+    y: float
+    colour: str
 
 
 def _accuracy_and_computation(axis: Axes, results: Sequence[Result], task: str, methods: Sequence[str]) -> None:
     cells = {method: cell(results, task, method) for method in methods}
     entries = {m: (e.ffns, e.mean, e.deviation) for m, e in cells.items() if e.mean is not None and e.ffns is not None}
     points: list[_Point] = []
-    markers = {family: iter(_MARKERS * len(methods)) for family in _FAMILIES}
+    markers = {family: iter("osD^vP*X<>" * len(methods)) for family in _FAMILIES}
     for method, (ffns, score, spread) in entries.items():
         equals = [m for m, (other, *_) in entries.items() if abs(other / ffns - 1) < 0.01]
         x = ffns * 1.06 ** (equals.index(method) - (len(equals) - 1) / 2)  # side by side, so that all bars are seen
         marker = next(markers[find_method(method).family])
         _bar(axis, x, score, method, yerr=spread, fmt=marker, ms=7, lw=1.2, zorder=3)
         points.append(_Point(find_method(method).label, x, score, _colour(method)))
-    _log_axis(axis, [point.x for point in points])
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_locator(LogLocator(2, subs=(1, 1.5)))
+    axis.xaxis.set_major_formatter("{x:.2g}")
+    axis.tick_params(axis="x", labelsize=8)
+    axis.margins(x=0.1)
     what = "computation per token, in dense FFNs: $C_B / B$ (equal ones side by side)"
     label(axis, what, "score (%)", "Accuracy and computation")
     _label_at_margin(axis, points)
     known = (_FAMILIES[family] for family in dict.fromkeys(find_method(method).family for method in methods))
-    axis.legend(
-        handles=[Line2D([], [], marker="o", ls="", color=colour, label=name) for colour, name in known],
-        fontsize=8,
-        frameon=False,
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.1),
-        ncols=3,
-    )
+    handles = [Line2D([], [], marker="o", ls="", color=colour, label=name) for colour, name in known]
+    axis.legend(handles=handles, fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3)
 
 
 def _label_at_margin(axis: Axes, points: Sequence[_Point]) -> None:
-    """Names in a column right of the axes, in the order of their heights and apart, with a line to each point."""
-    low, high = axis.get_ylim()
-    ordered = sorted(points, key=lambda point: (point.y, -point.x))
-    gap = (high - low) * min(0.045, 1 / max(len(ordered), 1))
-    heights: list[float] = []
-    for point in ordered:
-        heights.append(max(point.y, heights[-1] + gap if heights else low))
-    for below, i in enumerate(reversed(range(len(heights)))):  # push the column down where it left the axes at the top
-        heights[i] = min(heights[i], high - below * gap)
-    right = axis.get_xlim()[1]
-    for point, height in zip(ordered, heights, strict=True):
+    """Names in a column right of the axes, in the order of their heights, with a line to each point."""
+    for number, point in enumerate(sorted(points, key=lambda point: (point.y, -point.x))):
         line = dict(arrowstyle="-", color=point.colour, alpha=0.35, lw=0.7, shrinkA=0, shrinkB=4, relpos=(0, 0.5))
         axis.annotate(
             point.name,
             (point.x, point.y),
-            xytext=(1.03, height),
-            textcoords=axis.get_yaxis_transform(),
+            xytext=(1.03, (number + 0.5) / len(points)),
+            textcoords="axes fraction",
             va="center",
             fontsize=8.5,
             color=point.colour,
             annotation_clip=False,
             arrowprops=line,
         )
-    axis.set_xlim(right=right)
-    axis.set_ylim(low, high)
-
-
-def _decisions(axis: Axes, results: Sequence[Result], task: str, methods: Sequence[str]) -> None:
-    """UniF-MoE and its ablations side by side."""
-    names = {
-        "unif": "full",
-        "unif-fixed-alpha": "fixed α",
-        "unif-top2": "top-2\nexperts",
-        "unif-prefix": "prefix\nblocks",
-    }
-    for x, method in enumerate(methods):
-        _score_at(axis, x, results, task, method)
-    axis.set_xticks(range(len(methods)), [names[method] for method in methods], fontsize=8)
-    axis.set_xlim(-0.6, len(methods) - 0.4)
-    label(axis, "", "score (%)", "UniF-MoE: one decision fixed")
 
 
 def _study(axis: Axes, results: Sequence[Result], task: str, study: str, title: str) -> None:
@@ -207,26 +182,27 @@ def _study(axis: Axes, results: Sequence[Result], task: str, study: str, title: 
     planned = planned_methods(results, [task])
     methods = [m for m in planned if find_method(m).family == "unif" or m.startswith(f"unif-{study}-")]
     values = {m: v for m in methods if (v := study_value(results, m, STUDIES[study].option, [task])) is not None}
-    line, numbers = [], sorted(values.values())
-    for method, value in sorted(values.items(), key=lambda item: item[1]):
-        x = numbers.index(value)
-        if (y := _score_at(axis, x, results, task, method)) is not None:
-            line.append((x, y))
+    ordered = sorted(values.items(), key=lambda item: item[1])
+    line = _side_by_side(axis, results, task, {method: f"{value:g}" for method, value in ordered})
     if line:
         axis.plot(*zip(*line, strict=True), color=_FAMILIES["study"][0], lw=1.2, zorder=1)
-    axis.set_xticks(range(len(numbers)), [f"{number:g}" for number in numbers], fontsize=8)
-    axis.set_xlim(-0.6, len(numbers) - 0.4)
     label(axis, STUDIES[study].symbol, "score (%)", title)
 
 
-def _score_at(axis: Axes, x: float, results: Sequence[Result], task: str, method: str) -> float | None:
-    """One method's score with its error bar and its computation in small print; the score."""
-    entry = cell(results, task, method)
-    if entry.mean is not None:
-        _bar(axis, x, entry.mean, method, yerr=entry.deviation, ms=6, lw=1.2)
-        style: dict[str, Any] = {"textcoords": "offset points", "fontsize": 7.5, "color": "#555555", "va": "center"}
-        axis.annotate(f"{entry.ffns:.2f}", (x, entry.mean), xytext=(6, 0), **style)
-    return entry.mean
+def _side_by_side(
+    axis: Axes, results: Sequence[Result], task: str, names: Mapping[str, str]
+) -> list[tuple[int, float]]:
+    """Methods' scores with error bars, and with their computation in small print; the points."""
+    points = []
+    for x, entry in enumerate(cell(results, task, method) for method in names):
+        if entry.mean is not None:
+            points.append((x, entry.mean))
+            _bar(axis, x, entry.mean, list(names)[x], yerr=entry.deviation, ms=6, lw=1.2)
+            style: dict[str, Any] = {"textcoords": "offset points", "fontsize": 7.5, "color": "#555555", "va": "center"}
+            axis.annotate(f"{entry.ffns:.2f}", points[-1], xytext=(6, 0), **style)
+    axis.set_xticks(range(len(names)), list(names.values()), fontsize=8)
+    axis.set_xlim(-0.6, len(names) - 0.4)
+    return points
 
 
 def _studies(results: Sequence[Result], table: Table) -> Figure:
@@ -258,9 +234,6 @@ def _ablation(results: Sequence[Result]) -> Figure:
     return figure
 
 
-# -- shared -----------------------------------------------------------------------------------------------------------
-
-
 def _colour(method: str) -> str:
     over_standard = method in (STANDARD_AVERAGE, STANDARD_BEST)
     return _FAMILIES["static" if over_standard else find_method(method).family][0]
@@ -269,17 +242,3 @@ def _colour(method: str) -> str:
 def _bar(axis: Axes, x: float, y: float, method: str, fmt: str = "o", **style: Any) -> None:
     """A score with its deviation as an error bar."""
     axis.errorbar(x, y, fmt=fmt, color=_colour(method), capsize=3, **{"lw": 1.3, **style})
-
-
-def _log_axis(axis: Axes, values: Sequence[float]) -> None:
-    """A logarithmic axis; a linear one where the values are so close that few powers of 2 lie among them."""
-    if values and max(values) < 3 * min(values):
-        margin = max(0.25 * (max(values) - min(values)), 0.05 * max(values))
-        axis.set_xlim(min(values) - margin, max(values) + margin)
-        axis.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
-        return
-    axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
-    axis.xaxis.set_minor_locator(NullLocator())
-    if values:
-        axis.set_xlim(min(values) / 1.25, max(values) * 1.25)

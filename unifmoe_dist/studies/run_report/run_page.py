@@ -1,0 +1,213 @@
+"""The report of one run, or of two side by side: templates/run_report.html, and what it asks for besides studies."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import platform
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from unifmoe_dist import __version__
+from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.config.named import as_word, by_dotted_name
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.files import write_text
+from unifmoe_dist.runtime import heartbeat
+from unifmoe_dist.studies import training_plots
+from unifmoe_dist.studies.figures import observation_figures, usage_figures
+from unifmoe_dist.studies.page import write_page
+from unifmoe_dist.studies.records import plain
+from unifmoe_dist.studies.run_report.loaded_run import LoadedRun, layer_names
+from unifmoe_dist.studies.run_report.run_study import ElementStudy, RunStudy, StudyOptions, find_masks, study
+from unifmoe_dist.studies.run_report.sample import label_names, pixels
+from unifmoe_dist.studies.usage.layer_usage import (
+    ElementUsage,
+    LayerUsage,
+    PatchGrid,
+    coactivation_change,
+    high_demand,
+    patch_compute,
+    token_means,
+)
+from unifmoe_dist.train.cli import dump_train_config
+from unifmoe_dist.upcycling import moe_layers
+
+IMAGES, SENTENCES = 8, 6
+OFTEN, TOKENS_SHOWN = 5, 8
+"""How often a token is seen that a table shows, and how many of the highest and of the lowest C_B it shows."""
+MOST_DRAWN = 12
+"""Elements of a figure; the table has all."""
+HIGH_SHARE = 0.1
+"""Share of the patches that is outlined at most, where their C_B are not all equal."""
+_PACKAGES = ("torch", "deepspeed", "timm", "transformers", "numpy", "scipy", "matplotlib")
+
+
+def report_runs(runs: Sequence[LoadedRun], output: Path, options: StudyOptions, command: str) -> Path:
+    """Study one run or two and write the report; returns the page's path.
+
+    Args:
+        runs: The run, and perhaps another to compare it with; their names differ.
+        output: Folder of the page and of what belongs to it. Files of an older report there are replaced.
+        options: How much is computed.
+        command: What to type for the same report, for its reader.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)  # before the work, not after
+        first, *others = zip(runs, find_masks(runs, options), strict=True)
+        alone = replace(options, methods=False)  # one set of methods will do
+        found = [study(first[0], options, first[1]), *(study(run, alone, masks) for run, masks in others)]
+        heartbeat.doing("writing the page and its figures")
+        record: dict[str, Any] = {"runs": [one.record() for one in found]}
+        if others:
+            record["comparison"] = comparison_record(found)
+        write_text(output / "numbers.json", json.dumps(plain(record), indent=1))
+        asked = {"data": sys.modules[__name__], "curves": training_plots}
+        asked |= {"observation_figures": observation_figures, "usage_figures": usage_figures}
+        return write_page(output, "run_report.html", found=found, runs=runs, command=command, **asked)
+    except OSError as error:
+        raise UserError(f"--output {output} cannot be written ({error}); choose another folder.") from error
+
+
+# -- what the template asks for ---------------------------------------------------------------------------------------
+
+
+def records_by_name(runs: Sequence[LoadedRun]) -> dict[str, list[dict[str, Any]]]:
+    """Lines of metrics.jsonl of runs that have any, layers by their names for readers; one run has the name ""."""
+
+    def named(record: dict[str, Any]) -> dict[str, Any]:
+        layers = record.get("layers") or {}
+        return {**record, "layers": {name: layers[module] for module, name in layer_names(list(layers)).items()}}
+
+    return {run.name if len(runs) > 1 else "": list(map(named, run.records)) for run in runs if run.records}
+
+
+def changed_options(run: LoadedRun) -> list[tuple[str, str, str]]:
+    """Options that differ from the defaults: name, value, default."""
+    own, default = (by_dotted_name(asdict(config)) for config in (run.config, TrainConfig()))
+    return [(name, as_word(value), as_word(default[name])) for name, value in own.items() if value != default[name]]
+
+
+def all_options(run: LoadedRun) -> str:
+    """As in config.yaml."""
+    return dump_train_config(run.config).strip()
+
+
+def environment(runs: Sequence[LoadedRun]) -> dict[str, str]:
+    """Versions and devices of this analysis, and seed, ranks and modules of the training."""
+    device = runs[0].device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    facts = {"unifmoe_dist": __version__, "Python": platform.python_version()}
+    facts |= {package: importlib.metadata.version(package) for package in _PACKAGES}
+    facts["analysed on"] = f"{device.type} ({name}), threads: {torch.get_num_threads()}"
+    for run in runs:
+        facts[f"{run.name}: seed"] = str(run.config.seed)
+        facts[f"{run.name}: trained on"] = run.ranks_in_words or "unknown: not finished"
+        facts[f"{run.name}: checkpoint"] = f"{run.checkpoint.name} (step {run.step})"
+        modules = layer_names(list(moe_layers(run.model)))
+        facts |= {f"{run.name}: {layer}": module for module, layer in modules.items()}
+    return facts
+
+
+def train_commands(runs: Sequence[LoadedRun]) -> str:
+    """Commands that train runs anew, in folders of another name."""
+
+    def command(run: LoadedRun) -> str:
+        ranks = run.summary["world_size"] if run.summary else 1
+        start = ["python"] if ranks == 1 else ["torchrun", "--nproc-per-node", str(ranks)]
+        config, output = str(run.folder / "config.yaml"), f"{run.folder}-again"
+        return shlex.join([*start, "launch/train.py", "--config", config, "--resume", "false", "--output", output])
+
+    return "\n".join(map(command, runs))
+
+
+def demand_threshold(compute: Tensor) -> int:
+    """Least C_B that at most `HIGH_SHARE` of the patches reach; the largest there is where more reach even that.
+
+    Beyond all values where they are all equal: then no patch stands out.
+    """
+    values = compute.unique().tolist()
+    if len(values) == 1:
+        return int(values[0]) + 1
+    few = [v for v in values if high_demand(compute, v).double().mean() <= HIGH_SHARE]
+    return int(min(few, default=values[-1]))
+
+
+def patch_maps(found: RunStudy) -> Iterator[dict[str, Any]]:
+    """Of every layer, some images with the C_B of their patches."""
+    grid, names = PatchGrid.of(found.run.model), label_names(found.run)
+    inputs, labels = found.sample.batch(IMAGES)
+    images, titles = pixels(found.run, inputs["x"]), [names[int(label)] for label in labels]
+    for layer, captured in found.captured.items():
+        compute = patch_compute(captured, grid)
+        threshold = demand_threshold(compute)
+        figure = usage_figures.patch_figure(images, compute[: len(images)], threshold, titles)
+        share = float(high_demand(compute, threshold).double().mean())
+        yield {"layer": layer, "figure": figure, "grid": grid, "threshold": threshold, "share": share}
+
+
+def text_maps(found: RunStudy) -> Iterator[dict[str, Any]]:
+    """Of every layer, some sentences token by token; and the tokens with the highest and lowest mean C_B."""
+    names = label_names(found.run)
+    titles = [names[item[-1]] for item in found.sample.items(0, SENTENCES)]
+    for layer, texts in found.texts.items():
+        means = token_means(texts).query("count >= @OFTEN")
+        ends = means if len(means) <= 2 * TOKENS_SHOWN else means.iloc[[*range(TOKENS_SHOWN), *range(-TOKENS_SHOWN, 0)]]
+        figure = usage_figures.text_figure(texts[: len(titles)], titles)
+        yield {"layer": layer, "figure": figure, "tokens": ends.to_dict("records")}
+
+
+def element_map(run: LoadedRun, study: ElementStudy, usage: ElementUsage) -> Figure:
+    """An image that shows many elements, and what its most common elements use."""
+    masks = study.masks
+    shown = max(range(len(masks.elements)), key=lambda item: len(masks.elements[item].unique()))
+    image = pixels(run, run.task.collate(masks.sample.items(shown, 1))[0]["x"])[0]
+    drawn = usage.most_common(MOST_DRAWN)
+    return usage_figures.element_figure(image, masks.elements[shown], drawn, list(map(masks.name, drawn.elements)))
+
+
+def nothing_shared(found: RunStudy) -> tuple[list[str], float]:
+    """Layers in which residual and complete responses are the same, and where a tenth of all channels is shared."""
+    layers = {layer: d.sets for layer, d in found.diagnoses.items() if not d.sets.shared.any()}
+    tenth = min((float(sets.alignment.flatten().quantile(0.9)) for sets in layers.values()), default=0.0)
+    return list(layers), math.floor(100 * tenth) / 100
+
+
+def by_gram_loss(found: Sequence[RunStudy]) -> list[RunStudy]:
+    """The run with the smaller weight of the Gram loss, then the other; as given where the weights are equal."""
+    return sorted(found, key=lambda one: one.run.config.optim.lambda_div)
+
+
+def comparison_record(found: Sequence[RunStudy]) -> dict[str, Any]:
+    """Change of the mean pair co-activation, by UniF-MoE layers that both runs have."""
+    before, after = by_gram_loss(found)
+    both = [layer for layer in found[0].usage if layer in found[1].usage]
+    change = {layer: coactivation_change(before.usage[layer], after.usage[layer]) for layer in both}
+    return {"from": before.run.name, "to": after.run.name, "coactivation_change": change}
+
+
+def usage_of_both(ordered: Sequence[RunStudy], layers: Iterable[str]) -> dict[str, LayerUsage]:
+    """Usage of these layers, each in both runs."""
+    return {f"{one.run.name}, {layer}": one.usage[layer] for layer in layers for one in ordered}
+
+
+def by_run(ordered: Sequence[RunStudy], layer: str) -> dict[str, LayerUsage]:
+    """Usage of a layer by its run."""
+    return {one.run.name: one.usage[layer] for one in ordered}
+
+
+def with_weight(one: RunStudy) -> str:
+    """A run's name with its weight of the Gram loss."""
+    return f"{one.run.name} (λ = {one.run.config.optim.lambda_div:g})"

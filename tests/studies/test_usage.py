@@ -13,17 +13,19 @@ from unifmoe_dist.routing import Router, Routing
 from unifmoe_dist.studies.diagnostics.diagnosis import Settings, diagnose
 from unifmoe_dist.studies.diagnostics.residual_router import RouterTraining
 from unifmoe_dist.studies.diagnostics.shared_channels import FrozenExperts
-from unifmoe_dist.studies.figures.observation_figures import coactivation_figure, demand_figure, transition_figure
-from unifmoe_dist.studies.figures.style import save
-from unifmoe_dist.studies.figures.usage_figures import (
+from unifmoe_dist.studies.figures.run_figures import (
+    coactivation_figure,
     coactivation_graph,
+    demand_figure,
     distribution_figure,
     element_figure,
     gram_figure,
     load_figure,
     patch_figure,
     text_figure,
+    transition_figure,
 )
+from unifmoe_dist.studies.figures.style import save
 from unifmoe_dist.studies.usage.capture import Capture
 from unifmoe_dist.studies.usage.layer_usage import (
     PatchGrid,

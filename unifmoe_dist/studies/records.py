@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,11 @@ if TYPE_CHECKING:
 
 
 def plain(value: Any) -> Any:
-    """Nested dicts, lists and tensors as JSON can hold them: a number that does not exist (NaN) becomes None."""
+    """Nested dataclasses, dicts, lists and tensors as JSON holds them; a number that does not exist (NaN) is None."""
     if hasattr(value, "tolist"):  # a tensor or an array; a command's help need not import either
         value = value.tolist()
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

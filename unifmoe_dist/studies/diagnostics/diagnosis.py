@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +12,8 @@ from torch import Tensor
 
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.files import write_text
+from unifmoe_dist.studies.diagnostics import rankings, reconstruction
 from unifmoe_dist.studies.diagnostics.demand_statistics import DemandStatistics, demand_statistics
-from unifmoe_dist.studies.diagnostics.rankings import (
-    Correlation,
-    RankTransition,
-    coactivation_frequency,
-    expert_order,
-    expert_pairs,
-    pearson,
-    rank_transition,
-    top_pair,
-)
-from unifmoe_dist.studies.diagnostics.reconstruction import (
-    Reconstruction,
-    functional_demand,
-    prefix_errors,
-    reconstruction_problems,
-)
 from unifmoe_dist.studies.diagnostics.residual_router import RouterTraining, train_router
 from unifmoe_dist.studies.diagnostics.shared_channels import FrozenExperts, SharedSets, shared_sets
 from unifmoe_dist.studies.records import csv_text, plain
@@ -49,23 +34,23 @@ class Settings:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What the diagnostics found; pairs are in the order of `expert_pairs`."""
+    """What the diagnostics found; pairs are in the order of `rankings.expert_pairs`."""
 
     settings: Settings
     num_experts: int
     tokens: int
     sets: SharedSets
     frequency: Tensor  # (P,) co-activation frequency
-    coactivation: Correlation  # of the shared ratio with it (observation 1)
-    transition: RankTransition  # from the original ranking to the residual router's (observation 2)
-    control: RankTransition | None  # to that of a router trained alike, from the same seed, on complete responses
+    coactivation: rankings.Correlation  # of the shared ratio with it (observation 1)
+    transition: rankings.RankTransition  # from the original ranking to the residual router's (observation 2)
+    control: rankings.RankTransition | None  # to that of a router trained alike on complete responses
     router_error: float | None  # mean relative squared error of the residual router, where it was trained here
     demand: list[DemandStatistics]  # k_eps for every tolerance, shared responses merged by the gates (observation 3)
     demand_uniform: list[DemandStatistics]  # the same, shared responses merged by one half each
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        return [(int(i), int(j)) for i, j in expert_pairs(self.num_experts)]
+        return [(int(i), int(j)) for i, j in rankings.expert_pairs(self.num_experts)]
 
 
 def diagnose(
@@ -93,32 +78,21 @@ def diagnose(
     _check(experts, x, scores=scores, residual_logits=residual_logits, control_logits=control_logits)
     device = experts.keys.device
     x, scores = x.to(device), scores.to(device).double()
-    pair = top_pair(scores)
+    pair = rankings.top_pair(scores)
     sets = shared_sets(experts, settings.delta)
-    frequency = coactivation_frequency(pair, len(sets.ratio))
-    problems = reconstruction_problems(experts, sets, pair, scores, x, settings.chunk)
+    frequency = rankings.coactivation_frequency(pair, len(sets.ratio))
+    problems = reconstruction.reconstruction_problems(experts, sets, pair, scores, x, settings.chunk)
     error = None
     if residual_logits is None:
         residual_logits, error = train_router(x, problems.residual, settings.router)
         control_logits, _ = train_router(x, problems.complete, settings.router)
-    order = expert_order(residual_logits.to(device))
+    order = rankings.expert_order(residual_logits.to(device))
 
-    def demands(of: Reconstruction) -> list[DemandStatistics]:
-        errors = prefix_errors(of, order)
-        return [
-            demand_statistics(
-                functional_demand(errors, epsilon),
-                pair,
-                sets.ratio,
-                experts.num_experts,
-                epsilon,
-                settings.group_size,
-                settings.resamples,
-                settings.confidence,
-                settings.router.seed,
-            )
-            for epsilon in settings.epsilons
-        ]
+    def demands(of: reconstruction.Reconstruction) -> list[DemandStatistics]:
+        errors = reconstruction.prefix_errors(of, order)
+        needed = {epsilon: reconstruction.functional_demand(errors, epsilon) for epsilon in settings.epsilons}
+        how = (settings.group_size, settings.resamples, settings.confidence, settings.router.seed)
+        return [demand_statistics(k, pair, sets.ratio, experts.num_experts, e, *how) for e, k in needed.items()]
 
     return Diagnosis(
         settings=settings,
@@ -126,9 +100,9 @@ def diagnose(
         tokens=len(x),
         sets=sets,
         frequency=frequency,
-        coactivation=pearson(sets.ratio, frequency),
-        transition=rank_transition(scores, residual_logits.to(device)),
-        control=None if control_logits is None else rank_transition(scores, control_logits.to(device)),
+        coactivation=rankings.pearson(sets.ratio, frequency),
+        transition=rankings.rank_transition(scores, residual_logits.to(device)),
+        control=None if control_logits is None else rankings.rank_transition(scores, control_logits.to(device)),
         router_error=error,
         demand=demands(problems.residual),
         demand_uniform=demands(problems.uniform),
@@ -149,21 +123,21 @@ def as_record(diagnosis: Diagnosis) -> dict[str, Any]:
     """Everything but the per-channel alignments, which have a file of their own, as JSON can hold it."""
 
     def demand(found: DemandStatistics) -> dict[str, Any]:
-        groups = {name: asdict(group) | {"success_at_2": group.success(2)} for name, group in found.groups.items()}
-        return asdict(found) | {"groups": groups}
+        groups = {name: vars(group) | {"success_at_2": group.success(2)} for name, group in found.groups.items()}
+        return vars(found) | {"groups": groups}
 
     d = diagnosis
     return plain(
         {
-            "settings": asdict(d.settings),
+            "settings": d.settings,
             "num_experts": d.num_experts,
             "tokens": d.tokens,
             "pairs": d.pairs,
             "shared_ratio": d.sets.ratio,
             "coactivation_frequency": d.frequency,
-            "correlation_ratio_coactivation": asdict(d.coactivation),
-            "rank_transition": asdict(d.transition),
-            "rank_transition_control": d.control and asdict(d.control),
+            "correlation_ratio_coactivation": d.coactivation,
+            "rank_transition": d.transition,
+            "rank_transition_control": d.control,
             "residual_router_error": d.router_error,
             "demand": list(map(demand, d.demand)),
             "demand_uniform_averaging": list(map(demand, d.demand_uniform)),

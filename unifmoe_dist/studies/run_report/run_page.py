@@ -24,21 +24,13 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.files import write_text
 from unifmoe_dist.runtime import heartbeat
 from unifmoe_dist.studies import training_plots
-from unifmoe_dist.studies.figures import observation_figures, usage_figures
+from unifmoe_dist.studies.figures import run_figures as figures
 from unifmoe_dist.studies.page import write_page
 from unifmoe_dist.studies.records import plain
 from unifmoe_dist.studies.run_report.loaded_run import LoadedRun, layer_names
 from unifmoe_dist.studies.run_report.run_study import ElementStudy, RunStudy, StudyOptions, find_masks, study
 from unifmoe_dist.studies.run_report.sample import label_names, pixels
-from unifmoe_dist.studies.usage.layer_usage import (
-    ElementUsage,
-    LayerUsage,
-    PatchGrid,
-    coactivation_change,
-    high_demand,
-    patch_compute,
-    token_means,
-)
+from unifmoe_dist.studies.usage import layer_usage
 from unifmoe_dist.train.cli import dump_train_config
 from unifmoe_dist.upcycling import moe_layers
 
@@ -74,8 +66,7 @@ def report_runs(runs: Sequence[LoadedRun], output: Path, options: StudyOptions, 
         if others:
             record["comparison"] = comparison_record(found)
         write_text(output / "numbers.json", json.dumps(plain(record), indent=1))
-        asked = {"data": sys.modules[__name__], "curves": training_plots}
-        asked |= {"observation_figures": observation_figures, "usage_figures": usage_figures}
+        asked = {"data": sys.modules[__name__], "figures": figures, "curves": training_plots}
         return write_page(output, "run_report.html", found=found, runs=runs, command=command, **asked)
     except OSError as error:
         raise UserError(f"--output {output} cannot be written ({error}); choose another folder.") from error
@@ -141,20 +132,20 @@ def demand_threshold(compute: Tensor) -> int:
     values = compute.unique().tolist()
     if len(values) == 1:
         return int(values[0]) + 1
-    few = [v for v in values if high_demand(compute, v).double().mean() <= HIGH_SHARE]
+    few = [v for v in values if layer_usage.high_demand(compute, v).double().mean() <= HIGH_SHARE]
     return int(min(few, default=values[-1]))
 
 
 def patch_maps(found: RunStudy) -> Iterator[dict[str, Any]]:
     """Of every layer, some images with the C_B of their patches."""
-    grid, names = PatchGrid.of(found.run.model), label_names(found.run)
+    grid, names = layer_usage.PatchGrid.of(found.run.model), label_names(found.run)
     inputs, labels = found.sample.batch(IMAGES)
     images, titles = pixels(found.run, inputs["x"]), [names[int(label)] for label in labels]
     for layer, captured in found.captured.items():
-        compute = patch_compute(captured, grid)
+        compute = layer_usage.patch_compute(captured, grid)
         threshold = demand_threshold(compute)
-        figure = usage_figures.patch_figure(images, compute[: len(images)], threshold, titles)
-        share = float(high_demand(compute, threshold).double().mean())
+        figure = figures.patch_figure(images, compute[: len(images)], threshold, titles)
+        share = float(layer_usage.high_demand(compute, threshold).double().mean())
         yield {"layer": layer, "figure": figure, "grid": grid, "threshold": threshold, "share": share}
 
 
@@ -163,19 +154,19 @@ def text_maps(found: RunStudy) -> Iterator[dict[str, Any]]:
     names = label_names(found.run)
     titles = [names[item[-1]] for item in found.sample.items(0, SENTENCES)]
     for layer, texts in found.texts.items():
-        means = token_means(texts).query("count >= @OFTEN")
+        means = layer_usage.token_means(texts).query("count >= @OFTEN")
         ends = means if len(means) <= 2 * TOKENS_SHOWN else means.iloc[[*range(TOKENS_SHOWN), *range(-TOKENS_SHOWN, 0)]]
-        figure = usage_figures.text_figure(texts[: len(titles)], titles)
+        figure = figures.text_figure(texts[: len(titles)], titles)
         yield {"layer": layer, "figure": figure, "tokens": ends.to_dict("records")}
 
 
-def element_map(run: LoadedRun, study: ElementStudy, usage: ElementUsage) -> Figure:
+def element_map(run: LoadedRun, study: ElementStudy, usage: layer_usage.ElementUsage) -> Figure:
     """An image that shows many elements, and what its most common elements use."""
     masks = study.masks
     shown = max(range(len(masks.elements)), key=lambda item: len(masks.elements[item].unique()))
     image = pixels(run, run.task.collate(masks.sample.items(shown, 1))[0]["x"])[0]
     drawn = usage.most_common(MOST_DRAWN)
-    return usage_figures.element_figure(image, masks.elements[shown], drawn, list(map(masks.name, drawn.elements)))
+    return figures.element_figure(image, masks.elements[shown], drawn, list(map(masks.name, drawn.elements)))
 
 
 def nothing_shared(found: RunStudy) -> tuple[list[str], float]:
@@ -194,16 +185,16 @@ def comparison_record(found: Sequence[RunStudy]) -> dict[str, Any]:
     """Change of the mean pair co-activation, by UniF-MoE layers that both runs have."""
     before, after = by_gram_loss(found)
     both = [layer for layer in found[0].usage if layer in found[1].usage]
-    change = {layer: coactivation_change(before.usage[layer], after.usage[layer]) for layer in both}
+    change = {layer: layer_usage.coactivation_change(before.usage[layer], after.usage[layer]) for layer in both}
     return {"from": before.run.name, "to": after.run.name, "coactivation_change": change}
 
 
-def usage_of_both(ordered: Sequence[RunStudy], layers: Iterable[str]) -> dict[str, LayerUsage]:
+def usage_of_both(ordered: Sequence[RunStudy], layers: Iterable[str]) -> dict[str, layer_usage.LayerUsage]:
     """Usage of these layers, each in both runs."""
     return {f"{one.run.name}, {layer}": one.usage[layer] for layer in layers for one in ordered}
 
 
-def by_run(ordered: Sequence[RunStudy], layer: str) -> dict[str, LayerUsage]:
+def by_run(ordered: Sequence[RunStudy], layer: str) -> dict[str, layer_usage.LayerUsage]:
     """Usage of a layer by its run."""
     return {one.run.name: one.usage[layer] for one in ordered}
 

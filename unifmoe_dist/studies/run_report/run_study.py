@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,8 @@ from unifmoe_dist.studies.records import plain
 from unifmoe_dist.studies.run_report.loaded_run import LoadedRun, layer_names
 from unifmoe_dist.studies.run_report.method_costs import CostColumn, method_costs, own_cost
 from unifmoe_dist.studies.run_report.sample import MOST_TOKENS, Masks, Sample, draw_sample, ink_masks, read_masks
+from unifmoe_dist.studies.usage import layer_usage
 from unifmoe_dist.studies.usage.capture import Capture, capture, expert_scores
-from unifmoe_dist.studies.usage.layer_usage import (
-    ElementUsage,
-    LayerUsage,
-    PatchGrid,
-    TextCompute,
-    element_usage,
-    study_layer,
-    text_compute,
-    token_means,
-    usage_record,
-)
 from unifmoe_dist.train.batches import TrainBatches
 from unifmoe_dist.train.evaluate import collect_usage, to_device
 from unifmoe_dist.upcycling import moe_layers
@@ -59,7 +49,7 @@ class ElementStudy:
     """Usage by element, layer by layer."""
 
     masks: Masks
-    usage: Mapping[str, ElementUsage]
+    usage: Mapping[str, layer_usage.ElementUsage]
 
     def record(self) -> dict[str, Any]:
         """Every number."""
@@ -67,7 +57,7 @@ class ElementStudy:
             "images": len(self.masks.sample.places),
             "from_files": self.masks.folder is not None,
             "names": {number: self.masks.name(number) for usage in self.usage.values() for number in usage.elements},
-            "layers": {layer: asdict(usage) for layer, usage in self.usage.items()},
+            "layers": self.usage,
         }
 
 
@@ -79,8 +69,8 @@ class RunStudy:
     sample: Sample  # the test data that were looked at
     captured: Mapping[str, Capture]  # routing of every MoE layer on them; empty for a dense run
     executed: Mapping[str, UsageSummary]  # what its MoE layers executed on them
-    usage: Mapping[str, LayerUsage]  # of its UniF-MoE layers
-    texts: Mapping[str, list[TextCompute]]  # C_B token by token in these layers, of a run on text; empty for images
+    usage: Mapping[str, layer_usage.LayerUsage]  # of its UniF-MoE layers
+    texts: Mapping[str, list[layer_usage.TextCompute]]  # C_B token by token there, of a run on text
     elements: ElementStudy | None  # use by semantic element, of a run on images with masks
     diagnoses: Mapping[str, Diagnosis]  # of its layers that send tokens to a fixed number of experts, at least two
     costs: list[CostColumn]  # of its own model, and of the paper's methods if they were asked for
@@ -88,23 +78,23 @@ class RunStudy:
 
     def record(self) -> dict[str, Any]:
         """Every number, as JSON can hold it."""
-        run = self.run
+        run, usage, texts = self.run, self.usage.items(), self.texts.items()
         return plain(
             {
                 "name": run.name,
                 "folder": str(run.folder),
                 "checkpoint": run.checkpoint.name,
                 "step": run.step,
-                "options": asdict(run.config),
+                "options": run.config,
                 "summary": run.summary,
                 "modules": {name: module for module, name in layer_names(list(moe_layers(run.model))).items()},
                 "sample": {
                     "items": len(self.sample.places),
                     "tokens": {name: len(c.item) for name, c in self.captured.items()},
                 },
-                "executed": {name: asdict(usage) for name, usage in self.executed.items()},
-                "usage": {name: usage_record(usage) for name, usage in self.usage.items()},
-                "tokens": {name: token_means(texts).to_dict("records") for name, texts in self.texts.items()},
+                "executed": self.executed,
+                "usage": {name: layer_usage.usage_record(layer) for name, layer in usage},
+                "tokens": {name: layer_usage.token_means(layer).to_dict("records") for name, layer in texts},
                 "elements": self.elements and self.elements.record(),
                 "diagnoses": {name: as_record(diagnosis) for name, diagnosis in self.diagnoses.items()},
                 "costs": [column.record() for column in self.costs],
@@ -148,12 +138,12 @@ def study(run: LoadedRun, options: StudyOptions, masks: Masks | None = None) -> 
     counted = collect_usage(run.model, run.ranks)
     executed = {name: counted[module] for module, name in layer_names(list(counted)).items()}
     unif = {name: layer for name, layer in layers.items() if _is_unif(layer)}
-    usage = {name: study_layer(captured[name].routing, layer.router) for name, layer in unif.items()}
-    texts: dict[str, list[TextCompute]] = {}
+    usage = {name: layer_usage.study_layer(captured[name].routing, layer.router) for name, layer in unif.items()}
+    texts: dict[str, list[layer_usage.TextCompute]] = {}
     if usage and run.is_text:
         tokenizer = run.facts.tokenizer(run.config)
         strings = [tokenizer.convert_ids_to_tokens(item[0]) for item in sample.items(0, len(sample.places))]
-        texts = {name: text_compute(captured[name], strings) for name in usage}
+        texts = {name: layer_usage.text_compute(captured[name], strings) for name in usage}
     elements = None
     if usage and masks is not None:
         seen = capture(run.model, layers, masks.sample.batches(f"{run.name}: elements"))
@@ -169,8 +159,9 @@ def study(run: LoadedRun, options: StudyOptions, masks: Masks | None = None) -> 
 
 def _study_elements(run: LoadedRun, masks: Masks, captured: Mapping[str, Capture]) -> ElementStudy:
     """Group what UniF-MoE layers decided on the images of the masks by element."""
-    grid = PatchGrid.of(run.model)
-    return ElementStudy(masks, {name: element_usage(one, grid, masks.elements) for name, one in captured.items()})
+    grid = layer_usage.PatchGrid.of(run.model)
+    by_element = {name: layer_usage.element_usage(one, grid, masks.elements) for name, one in captured.items()}
+    return ElementStudy(masks, by_element)
 
 
 def can_be_diagnosed(layer: Any) -> bool:

@@ -13,7 +13,6 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -57,7 +56,7 @@ def state_of(run: Run) -> State:
     except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
         raise UserError(f"{path} is not the configuration of a run; delete {run.folder} or move it away.") from error
     saved = {**unwritten(saved), **saved}
-    planned, default = (by_dotted_name(plain(asdict(config))) for config in (run.config, TrainConfig()))
+    planned, default = (by_dotted_name(plain(config)) for config in (run.config, TrainConfig()))
     for name, value in planned.items():
         if name not in _WITHOUT_EFFECT and saved.get(name, default[name]) != value:
             raise UserError(

@@ -4,7 +4,7 @@ where in an image, by which element, and on which tokens of a text."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -84,9 +84,8 @@ def study_layer(routing: Routing, router: Router) -> LayerUsage:
 
 def usage_record(usage: LayerUsage) -> dict[str, Any]:
     """Everything, as JSON can hold it."""
-    return plain(
-        asdict(usage) | {"mean_pair_coactivation": usage.mean_pair_coactivation, "gram_distance": usage.gram_distance}
-    )
+    more = {"mean_pair_coactivation": usage.mean_pair_coactivation, "gram_distance": usage.gram_distance}
+    return plain(vars(usage) | more)
 
 
 def distribution(values: Tensor, edges: Sequence[float] | np.ndarray) -> Distribution:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
-import pickle
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +83,7 @@ class LocalRanks:
         self.world_size, self.threads = world_size, threads
         self._context = process_context(*modules)
         self._folder = tempfile.TemporaryDirectory()
-        self._processes: list[Any] = []
-        self._pipes: list[Connection] = []
+        self._ranks: list[ProcessPoolExecutor] = []  # of one process each
 
     def close(self) -> None:
         """End the processes."""
@@ -103,13 +101,20 @@ class LocalRanks:
             UserError: what a rank raised as UserError; no result within `timeout` seconds.
             RuntimeError: any other failure, with the rank's traceback.
         """
-        if not self._processes:
-            self._start()
+        if not self._ranks:
+            beginnings = [(self._output(rank), self.threads) for rank in range(self.world_size)]
+            self._ranks = [ProcessPoolExecutor(1, self._context, _begin, given) for given in beginnings]
         try:
-            job = pickle.dumps((free_port(), function, args))  # not the pipe's own way: tensors would go as handles
-            for pipe in self._pipes:
-                pipe.send_bytes(job)
-            return self._collect(timeout)
+            job, port = _packed((function, args)), free_port()
+            ranks = enumerate(self._ranks)
+            futures = [pool.submit(_work, job, rank_environment(rank, self.world_size, port)) for rank, pool in ranks]
+            wait(futures, timeout, FIRST_EXCEPTION)
+            for rank, future in enumerate(futures):
+                if future.done() and (error := future.exception()):
+                    raise self._death(rank) if isinstance(error, BrokenProcessPool) else error
+            if missing := [rank for rank, future in enumerate(futures) if not future.done()]:
+                raise UserError(f"ranks {missing} gave no result within {timeout:g} s.")
+            return [_unpacked(future.result()) for future in futures]
         except BaseException:
             self._end()
             raise
@@ -117,72 +122,48 @@ class LocalRanks:
     def _output(self, rank: int) -> Path:
         return Path(self._folder.name, f"rank-{rank}")
 
-    def _start(self) -> None:
-        for rank in range(self.world_size):
-            here, there = self._context.Pipe()
-            job = (there, self._output(rank), rank, self.world_size, self.threads)
-            process = self._context.Process(target=_work, args=job)
-            process.start()
-            there.close()
-            self._pipes.append(here)
-            self._processes.append(process)
+    def _death(self, rank: int) -> RuntimeError:
+        output = self._output(rank)
+        last = output.read_text(errors="replace")[-2000:] if output.is_file() else ""
+        return RuntimeError(f"rank {rank} died without a result. Its last output:\n{last}")
 
     def _end(self) -> None:
-        for pipe in self._pipes:
-            pipe.close()  # for a rank that waits for work, the sign to leave
-        for process in self._processes:
-            process.join(0 if process.exitcode is not None else 1)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        self._pipes, self._processes = [], []
-
-    def _collect(self, timeout: float) -> list[Any]:
-        results: dict[int, Any] = {}
-        deadline = time.monotonic() + timeout
-        while len(results) < self.world_size:
-            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
-            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
-            if not ready:
-                missing = [rank for rank in range(self.world_size) if rank not in results]
-                raise UserError(f"ranks {missing} gave no result within {timeout:g} s.")
-            for pipe in ready:
-                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
-                results[rank] = self._result(rank)
-        return [results[rank] for rank in range(self.world_size)]
-
-    def _result(self, rank: int) -> Any:
-        try:
-            kind, value = self._pipes[rank].recv()
-        except (EOFError, ConnectionResetError):
-            output = self._output(rank)
-            last = output.read_text(errors="replace")[-2000:] if output.is_file() else ""
-            raise RuntimeError(f"rank {rank} died without a result. Its last output:\n{last}") from None
-        if kind == "user error":
-            raise UserError(value)
-        if kind == "error":
-            raise RuntimeError(f"rank {rank} failed:\n{value}")
-        # Results are any Python objects, and come from this process's own children through a private pipe.
-        return torch.load(io.BytesIO(value), weights_only=False)
+        """Ranks that wait for work leave; with a live process group, others may wait for ranks that never come."""
+        processes = [process for pool in self._ranks for process in (pool._processes or {}).values()]
+        for pool in self._ranks:
+            pool.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.join(1)
+            process.kill()
+        for pool in self._ranks:
+            pool.shutdown()
+        self._ranks = []
 
 
-def _work(pipe: Connection, output: Path, rank: int, world_size: int, threads: int) -> None:
+def _begin(output: Path, threads: int) -> None:
     write_output_to(output)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
-    while True:
-        try:
-            port, function, args = pipe.recv()
-        except EOFError:
-            return
-        os.environ.update(rank_environment(rank, world_size, port))
-        try:
-            buffer = io.BytesIO()  # bytes, not tensors: those would travel as handles that die with this process
-            torch.save(function(*args), buffer)
-            pipe.send(("ok", buffer.getvalue()))
-        except UserError as error:
-            pipe.send(("user error", str(error)))
-            os._exit(2)  # with a live process group, leaving in order can wait for ranks that never come
-        except BaseException:
-            pipe.send(("error", traceback.format_exc()))
-            os._exit(1)
+
+
+def _work(job: bytes, environment: dict[str, str]) -> bytes:
+    os.environ.update(environment)
+    try:
+        function, args = _unpacked(job)
+        return _packed(function(*args))
+    except UserError:
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"rank {environment['RANK']} failed:\n{traceback.format_exc()}") from error
+
+
+def _packed(value: object) -> bytes:
+    """As bytes: tensors themselves would travel as handles that die with their process."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _unpacked(packed: bytes) -> Any:
+    """Any Python object, from this process's parent or child, through a private pipe."""
+    return torch.load(io.BytesIO(packed), weights_only=False)

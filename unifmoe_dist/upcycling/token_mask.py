@@ -21,15 +21,10 @@ Softmax makes 0 of it in every dtype, and biases of attention stay far above."""
 
 
 def token_mask_from_attention(mask: Tensor | BlockMask | None, batch: int, length: int) -> Tensor | None:
-    """Which tokens are real: those that some query attends to.
+    """Which tokens of B = batch sequences of T = length are real: those that some query attends to.
 
-    Args:
-        mask: (B, T) of 1 and 0; (B, T, T) or (B, 1 or heads, T, T), bool or additive; or a flex BlockMask.
-        batch: Number of sequences B.
-        length: Number of tokens T.
-
-    Returns:
-        (B, T) bool, or None where nothing is known to be padding: no mask, or keys from a cache too.
+    `mask` is (B, T) of 1 and 0; (B, T, T) or (B, 1 or heads, T, T), bool or additive; or a flex BlockMask. Returns
+    (B, T) bool, or None where nothing is known to be padding: no mask, or keys from a cache too.
     """
     if mask is not None and not isinstance(mask, Tensor):
         from torch.nn.attention.flex_attention import create_mask  # a second of imports that few models need

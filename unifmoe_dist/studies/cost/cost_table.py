@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -153,13 +154,10 @@ def _bypassed(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, int]]:
         tokens[name] += x[..., 0].numel() if token_mask is None else int(token_mask.sum())
         return x
 
-    for name, layer in layers.items():
-        layer.forward = partial(skip, name)  # on the instance, above the class's own
-    try:
+    with ExitStack() as stack:
+        for name, layer in layers.items():
+            stack.enter_context(patch.object(layer, "forward", partial(skip, name)))
         yield tokens
-    finally:
-        for layer in layers.values():
-            del layer.forward
 
 
 @dataclass(frozen=True)

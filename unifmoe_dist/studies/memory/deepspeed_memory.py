@@ -86,6 +86,12 @@ class EngineMemory:
         self._partition_bytes = 0  # of grads_in_partition in use
         self._carried = 0  # the same, of the micro-batches before
         self._owners = {p: (g, touched, parts) for g in self.groups for p, touched, parts in g.owners()}
+        owned = (
+            {p for p, (group, touched, _) in self._owners.items() if rank % group.replicas in touched}
+            for rank in range(max(group.replicas for group in self.groups))
+        )
+        self._own = max(owned, key=lambda parameters: sum(p.numel() for p in parameters))  # of the fullest rank
+        self._own_bytes = self.item * sum(p.numel() for p in self._own)
         for parameter in self._owners:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
@@ -119,7 +125,7 @@ class EngineMemory:
             for place in (self.device, self.host):  # temp_grad_buffer_for_{gpu,cpu}_offload
                 place.add("buffers", self.item * _largest(self._owners))
             if self.config.parallel.gradient_accumulation > 1:  # accumulated_grads_in_cpu
-                self.host.add("gradients", self.item * self._owned_elements(self._fullest_rank()))
+                self.host.add("gradients", self._own_bytes)
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         """Called when a gradient is ready."""
@@ -168,10 +174,9 @@ class EngineMemory:
         if not self._bucket:
             return
         self.device.spike("buffers", self.item * self._copied())
-        rank = self._fullest_rank()
         if self.host is None:
-            if not self._partition_bytes and any(self._is_owned(p, rank) for p in self._bucket):
-                self._partition_bytes = self.item * self._owned_elements(rank)
+            if not self._partition_bytes and not self._own.isdisjoint(self._bucket):
+                self._partition_bytes = self._own_bytes
                 self.device.add("gradients", self._partition_bytes)
         elif self.item < 4:  # one parameter at a time on its way to the host
             self.device.spike("buffers", 4 * _largest(self._bucket))
@@ -223,17 +228,6 @@ class EngineMemory:
             self.device.add("buffers", -4 * group.partition)
         for parameter in self._owners:
             parameter.grad = None
-
-    def _is_owned(self, parameter: nn.Parameter, rank: int) -> bool:
-        group, touched, _ = self._owners[parameter]
-        return rank % group.replicas in touched
-
-    def _owned_elements(self, rank: int) -> int:
-        """Elements of the parameters that a rank updates a part of."""
-        return sum(p.numel() for p in self._owners if self._is_owned(p, rank))
-
-    def _fullest_rank(self) -> int:
-        return max(range(max(group.replicas for group in self.groups)), key=self._owned_elements)
 
 
 def _largest(parameters: Iterable[nn.Parameter]) -> int:

@@ -17,7 +17,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unifmoe_dist.algorithms import Algorithm
@@ -76,6 +76,9 @@ def estimate(config: TrainConfig, ranks: int = 1, gpu: bool = True, load: Load |
     algorithm = sizes_of_algorithm(config, task, size)
     with FakeTensorMode():
         fake_storage(algorithm)
+        sharded = moe_layers(algorithm).values() if size > 1 else ()
+        for parameter in (p for layer in sharded for p in layer.experts.parameters()):
+            parameter.allreduce = False  # type: ignore[attr-defined]
         groups = [
             Group(g["params"], moe := bool(g.get("moe")), ranks // size if moe else ranks, g["weight_decay"] > 0)
             for g in build.parameter_groups(algorithm, config.optim.weight_decay, decay=config.optim.decay)
@@ -151,9 +154,7 @@ def sizes_of_algorithm(config: TrainConfig, task: TaskData, ranks: int) -> Algor
     algorithm.to(_DTYPES[config.parallel.precision])
     for layer in moe_layers(algorithm).values() if ranks > 1 else ():
         for name, parameter in list(layer.experts.named_parameters()):
-            share = nn.Parameter(parameter.detach()[: len(parameter) // ranks], parameter.requires_grad)
-            share.allreduce = False  # type: ignore[attr-defined]
-            setattr(layer.experts, name, share)
+            setattr(layer.experts, name, nn.Parameter(parameter[: len(parameter) // ranks], parameter.requires_grad))
     return algorithm.train()
 
 
@@ -162,15 +163,4 @@ def fake_storage(model: nn.Module) -> None:
 
     Meta tensors do not do for running it, as parts of it make tensors on the CPU.
     """
-
-    def fake(tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-
-    for owner in model.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None:
-                owner._parameters[name] = made = nn.Parameter(fake(parameter), parameter.requires_grad)
-                made.__dict__.update(parameter.__dict__)
-        for name, buffer in owner._buffers.items():
-            if buffer is not None:
-                owner._buffers[name] = fake(buffer)
+    model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))

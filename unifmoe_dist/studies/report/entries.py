@@ -159,7 +159,7 @@ def cell(results: Sequence[Result], task: str, method: str, held_out: str | None
 
 def average(cells: Sequence[Entry]) -> Entry:
     """Mean over data sets, seed by seed; no value unless every entry has one, with as many seeds each."""
-    if not cells or any(c.mean is None for c in cells) or len({len(c.by_seed) for c in cells}) > 1:
+    if not _whole(cells) or len({len(c.by_seed) for c in cells}) > 1:
         return lacking(cells)
     columns = pd.DataFrame(cells)
     by_seed = [fmean(scores) for scores in zip(*columns["by_seed"], strict=True)]
@@ -168,29 +168,30 @@ def average(cells: Sequence[Entry]) -> Entry:
     return Entry(fmean(by_seed), deviation(by_seed), done, wanted, **costs, by_seed=tuple(by_seed))
 
 
+def mean_over_methods(cells: Sequence[Entry]) -> Entry:
+    """ "Standard MoE, average": mean and deviation of several methods' means, as in the paper's GLUE table."""
+    means = [c.mean for c in cells if c.mean is not None]
+    counts = sum(c.done for c in cells), sum(c.wanted for c in cells)
+    return Entry(fmean(means), deviation(means), *counts) if _whole(cells) else lacking(cells)
+
+
+def best_of_methods(cells: Sequence[Entry]) -> Entry:
+    """ "Standard MoE, best": the entry with the highest mean; it needs all of them."""
+    return max(cells, key=lambda c: c.mean or 0.0) if _whole(cells) else lacking(cells)
+
+
+def _whole(cells: Sequence[Entry]) -> bool:
+    return bool(cells) and all(c.mean is not None for c in cells)
+
+
 def lacking(cells: Sequence[Entry]) -> Entry:
     """What stands for several entries that do not all have a value: how many of their runs are there.
 
     Where all that were planned are there, and it is the plan that leaves something out, no number of runs says so.
     """
     done, wanted = sum(c.done for c in cells), sum(c.wanted for c in cells)
-    whole = done == wanted or any(c.wanted == 0 for c in cells)
-    return Entry(None) if whole else Entry(None, done=done, wanted=wanted)
-
-
-def mean_over_methods(cells: Sequence[Entry]) -> Entry:
-    """ "Standard MoE, average": mean and deviation of several methods' means, as in the paper's GLUE table."""
-    means = [c.mean for c in cells if c.mean is not None]
-    if not cells or len(means) < len(cells):
-        return lacking(cells)
-    return Entry(fmean(means), deviation(means), sum(c.done for c in cells), sum(c.wanted for c in cells))
-
-
-def best_of_methods(cells: Sequence[Entry]) -> Entry:
-    """ "Standard MoE, best": the entry with the highest mean; it needs all of them."""
-    if not cells or any(c.mean is None for c in cells):
-        return lacking(cells)
-    return max(cells, key=lambda c: c.mean or 0.0)
+    planned = done < wanted and all(c.wanted for c in cells)
+    return Entry(None, done=done, wanted=wanted) if planned else Entry(None)
 
 
 def deviation(values: Sequence[float]) -> float | None:

@@ -256,20 +256,14 @@ def _tex(text: str) -> str:
 
 def as_csv(table: Table) -> str:
     """One line for each entry, unrounded: method, source, column, mean, deviation, runs there and runs needed."""
-    lines = [
-        {
-            "table": table.name,
-            "method": row.method,
-            "label": row.label,
-            "source": row.source,
-            "column": column,
-            "mean": "" if e.mean is None else f"{e.mean:.6g}",
-            "deviation": "" if e.deviation is None else f"{e.deviation:.6g}",
-            "runs": "" if row.source == PAPER else e.done,
-            "of": "" if row.source == PAPER else e.wanted,
-        }
-        for row in table.rows
-        for column, e in zip(table.columns, row.entries, strict=True)
-        if e.mean is not None or e.wanted
-    ]
+    lines = []
+    for row in table.rows:
+        for column, e in zip(table.columns, row.entries, strict=True):
+            if e.mean is None and not e.wanted:
+                continue
+            line: dict[str, object] = {"table": table.name, "method": row.method, "label": row.label}
+            mean, spread = ("" if value is None else f"{value:.6g}" for value in (e.mean, e.deviation))
+            runs_there, needed = ("", "") if row.source == PAPER else (e.done, e.wanted)
+            line |= {"source": row.source, "column": column}
+            lines.append(line | {"mean": mean, "deviation": spread, "runs": runs_there, "of": needed})
     return records.csv_text(lines)

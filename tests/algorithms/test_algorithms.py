@@ -50,7 +50,7 @@ def make(name: str, make_model=Toy, classes: int = CLASSES, **options) -> Algori
     kind = ALGORITHMS[name]
 
     def adapted():
-        return kind.adapt(make_model(), config)
+        return kind.adapt(make_model(), kind.deployed(config))
 
     return kind(adapted(), ENVIRONMENTS, classes, config, adapted)
 

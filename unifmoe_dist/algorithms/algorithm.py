@@ -7,7 +7,7 @@ items, averaged over ranks, is the mean over the global batch, and no algorithm 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -52,7 +52,12 @@ class Algorithm(nn.Module):
         """Read its options and fill `extra`; by default, nothing."""
 
     @classmethod
-    def adapt(cls, model: nn.Module, options: AlgorithmConfig) -> nn.Module:
+    def deployed(cls, options: AlgorithmConfig) -> dict[str, Any]:
+        """What `adapt` needs to know, by names of its own; exported models tell it."""
+        return {}
+
+    @classmethod
+    def adapt(cls, model: nn.Module, deployed: Mapping[str, Any]) -> nn.Module:
         """The model with what this algorithm deploys besides the backbone; by default, nothing. In place."""
         return model
 

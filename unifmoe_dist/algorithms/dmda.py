@@ -22,7 +22,7 @@ optimiser and its schedule are the run's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -80,8 +80,13 @@ class DMDA(Algorithm):
         self.extra["approximator"] = _mlp([channels, hidden, hidden, self.environments], bias=True)
 
     @classmethod
-    def adapt(cls, model: nn.Module, options: AlgorithmConfig) -> nn.Module:
-        return add_selective_head(model, options.dmda.channel_ratio)
+    def deployed(cls, options: AlgorithmConfig) -> dict[str, Any]:
+        return {"channel_ratio": options.dmda.channel_ratio}
+
+    @classmethod
+    def adapt(cls, model: nn.Module, deployed: Mapping[str, Any]) -> nn.Module:
+        ratio = deployed.get("channel_ratio")
+        return model if ratio is None else add_selective_head(model, ratio)
 
     @property
     def head(self) -> SelectiveHead:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
 import torch
-import torch.distributed as dist
 from pydantic import model_validator
 from torch import Tensor
 
@@ -59,10 +58,9 @@ class DynamicExpertLayer(GatedExpertLayer[Dynamic]):
 
     active: Tensor
 
-    def __init__(self, config: Dynamic, expert_group: dist.ProcessGroup | None, dispatcher: str) -> None:
-        super().__init__(config, expert_group, dispatcher)
+    def build(self) -> None:
         self._statistics: list[str] = []
-        self.register_buffer("active", torch.arange(config.num_experts) < config.initial_experts)
+        self.register_buffer("active", torch.arange(self.config.num_experts) < self.config.initial_experts)
 
     def _register_statistic(self, name: str, value: Tensor) -> None:
         """A float32 buffer that stays float32 when the model is converted: sums do not fit into 16 bits."""

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -102,15 +101,13 @@ class DynMoELayer(DynamicExpertLayer[DynMoEConfig]):
     lost: Tensor
     rank_sums = ("count", "lost")
 
-    def __init__(
-        self, config: DynMoEConfig, expert_group: dist.ProcessGroup | None = None, dispatcher: str = "auto"
-    ) -> None:
-        super().__init__(config, expert_group, dispatcher)
+    def build(self) -> None:
+        super().build()
+        config = self.config
         self.router = TopAnyRouter(config.model_dim, config.num_experts, config.gate_temperature)
         self._register_statistic("count", torch.zeros(config.num_experts))  # tokens of every expert
         self._register_statistic("lost", torch.zeros(config.model_dim + 1))  # tokens of none: their sum, their number
         self.auxiliary_weight = 0.01
-        self.reset_parameters()
 
     def _gate(self, x: Tensor) -> Gating:
         scores, thresholds = self.router(x)

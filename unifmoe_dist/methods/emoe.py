@@ -56,14 +56,9 @@ class EMoELayer(GatedExpertLayer[EMoEConfig]):
     config_type = EMoEConfig
     gate_noise = 1.0
 
-    def __init__(
-        self, config: EMoEConfig, expert_group: dist.ProcessGroup | None = None, dispatcher: str = "auto"
-    ) -> None:
-        super().__init__(config, expert_group, dispatcher)
-        self.router = nn.Linear(config.model_dim, config.num_experts, bias=False)
-        self.router.requires_grad_(False)
+    def build(self) -> None:
+        self.router = nn.Linear(self.config.model_dim, self.config.num_experts, bias=False).requires_grad_(False)
         self.auxiliary_weight = 0.01
-        self.reset_parameters()
 
     @property
     def expert_dim(self) -> int:
@@ -126,10 +121,8 @@ class EMoELearnLayer(EMoELayer):
     The coefficients are its softmax scores, renormalised over the chosen experts if k > 1, as in the original.
     """
 
-    def __init__(
-        self, config: EMoEConfig, expert_group: dist.ProcessGroup | None = None, dispatcher: str = "auto"
-    ) -> None:
-        super().__init__(config, expert_group, dispatcher)
+    def build(self) -> None:
+        super().build()
         self.router.requires_grad_(True)
 
     def after_step(self, applied: AppliedStep) -> list[ChangedRows]:

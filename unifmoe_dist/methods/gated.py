@@ -42,7 +42,7 @@ class Gating:
 
 
 class GatedExpertLayer(ExpertLayer[Config]):
-    """K complete experts behind a gate. A subclass defines `_gate`.
+    """K complete experts behind a gate. A subclass defines `_gate`, and `build` where the gate has parameters.
 
     Auxiliary losses over tokens, gate noise and the statistics behind decisions are those of a rank's own micro-batch,
     as in the methods' own code: with them, unlike with the outputs, the number of ranks matters a little.
@@ -51,6 +51,11 @@ class GatedExpertLayer(ExpertLayer[Config]):
     def __init__(self, config: Config, expert_group: dist.ProcessGroup | None = None, dispatcher: str = "auto") -> None:
         super().__init__(config, expert_group, dispatcher)
         self._auxiliary: Tensor | None = None
+        self.build()
+        self.reset_parameters()
+
+    def build(self) -> None:
+        """Make the gate, and set `auxiliary_weight` to the method's own."""
 
     @property
     def expert_dim(self) -> int:

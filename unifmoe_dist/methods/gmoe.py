@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -61,13 +60,9 @@ class GMoELayer(GatedExpertLayer[NoisyTopKConfig]):
     config_type = NoisyTopKConfig
     gate_noise = 1.0
 
-    def __init__(
-        self, config: NoisyTopKConfig, expert_group: dist.ProcessGroup | None = None, dispatcher: str = "auto"
-    ) -> None:
-        super().__init__(config, expert_group, dispatcher)
-        self.router = CosineRouter(config.model_dim, config.num_experts)
+    def build(self) -> None:
+        self.router = CosineRouter(self.config.model_dim, self.config.num_experts)
         self.auxiliary_weight = 0.01
-        self.reset_parameters()
 
     def _gate(self, x: Tensor) -> Gating:
         choice = noisy_top_k(self.router(x), self.config.top_k, self.gate_noise, self.training, self.config.load_loss)

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any, ClassVar, Self, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -115,11 +114,9 @@ class MASSLayer(DynamicExpertLayer[MASSConfig]):
     progress: Tensor
     resized: ClassVar[tuple[str, ...]] = ("norms", "drift")
 
-    def __init__(
-        self, config: MASSConfig, expert_group: dist.ProcessGroup | None = None, dispatcher: str = "auto"
-    ) -> None:
-        super().__init__(config, expert_group, dispatcher)
-        slots = config.num_experts
+    def build(self) -> None:
+        super().build()
+        config, slots = self.config, self.config.num_experts
         self.router = nn.Linear(config.model_dim, slots, bias=False)
         self.register_buffer("seen", torch.zeros(slots, dtype=torch.int64))  # gradients since the last copy
         self._register_statistic("norms", torch.zeros(slots, config.window))  # newest last
@@ -128,7 +125,6 @@ class MASSLayer(DynamicExpertLayer[MASSConfig]):
         self.register_buffer("progress", torch.tensor([-1, config.patience, EXPANDING]))  # last copy, patience, phase
         self._watch: _Watch | None = None
         self.auxiliary_weight = 0.01
-        self.reset_parameters()
 
     # -- gate ---------------------------------------------------------------------------------------------------------
 

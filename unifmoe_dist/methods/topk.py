@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Self
 
 import torch
-import torch.distributed as dist
 from pydantic import model_validator
 from torch import Tensor, nn
 
@@ -47,13 +46,9 @@ class TopKLayer(GatedExpertLayer[TopKConfig]):
 
     config_type = TopKConfig
 
-    def __init__(
-        self, config: TopKConfig, expert_group: dist.ProcessGroup | None = None, dispatcher: str = "auto"
-    ) -> None:
-        super().__init__(config, expert_group, dispatcher)
-        self.router = nn.Linear(config.model_dim, config.num_experts, bias=False)
+    def build(self) -> None:
+        self.router = nn.Linear(self.config.model_dim, self.config.num_experts, bias=False)
         self.auxiliary_weight = 0.01
-        self.reset_parameters()
 
     def _gate(self, x: Tensor) -> Gating:
         scores = torch.softmax(x @ self.router.weight.float().T, dim=-1)

@@ -39,7 +39,8 @@ def build_model(config: TrainConfig, task: TaskData, ranks: Ranks | None = None)
 def convert(config: TrainConfig, model: nn.Module, ranks: Ranks | None = None) -> nn.Module:
     """A dense backbone with what the configuration puts into it, as `build_model` has it; in place where possible."""
     model = install_layers(config, model, ranks)
-    model = ALGORITHMS[config.algorithm.name].adapt(model, config.algorithm)
+    algorithm = ALGORITHMS[config.algorithm.name]
+    model = algorithm.adapt(model, algorithm.deployed(config.algorithm))
     if config.parallel.gradient_checkpointing:
         checkpoint_activations(model)
     return model
@@ -139,7 +140,7 @@ def parameter_groups(
     for (decayed, sharded), parameters in kinds.items():
         group: dict[str, Any] = {"params": parameters, "weight_decay": weight_decay if decayed else 0.0}
         if sharded:
-            group.update(moe=True, name=expert_group_name)
+            group |= deepspeed.expert_group(expert_group_name)
         groups.append(group)
     return groups
 

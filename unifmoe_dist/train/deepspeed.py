@@ -107,6 +107,11 @@ def mark_experts(model: nn.Module, ranks: Ranks) -> None:
             parameter.group_name = ranks.expert_group_name  # type: ignore[attr-defined]
 
 
+def expert_group(name: str | None) -> dict[str, Any]:
+    """What tells it that an optimiser's group holds marked parameters."""
+    return {"moe": True, "name": name}
+
+
 def is_sharded(parameter: Tensor) -> bool:
     """Whether a parameter was marked so."""
     return not getattr(parameter, "allreduce", True)

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from unifmoe_dist.algorithms.dmda import add_selective_head
+from unifmoe_dist.algorithms import ALGORITHMS
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.vision_backbone import build_backbone
@@ -158,7 +158,7 @@ def _describe(config: TrainConfig, model: Any) -> dict[str, Any]:
         "pretrained_cfg": {k: v for k, v in made.items() if v is not None and k != "architecture"},
         "model_args": find_task(config.data.task).timm_arguments(config),
         "moe": _describe_layers(config),
-        "channel_ratio": config.algorithm.dmda.channel_ratio if config.algorithm.name == "dmda" else None,
+        **ALGORITHMS[config.algorithm.name].deployed(config.algorithm),
     }
 
 
@@ -195,8 +195,9 @@ def _skeleton(shape: dict[str, Any]) -> nn.Module:
         if moe := shape["moe"]:
             former = moe.get("options", {})  # of earlier versions, for methods other than UniF-MoE
             model = upcycle(model, moe["layers"], **saved_arguments({**moe, **former}))
-        ratio = shape.get("channel_ratio")  # of a selective head
-        return model if ratio is None else add_selective_head(model, ratio)
+        for algorithm in ALGORITHMS.values():
+            model = algorithm.adapt(model, shape)
+        return model
 
 
 def _transformers_class(config: dict[str, Any]) -> Any:
@@ -210,9 +211,8 @@ def _transformers_class(config: dict[str, Any]) -> Any:
 
 def _timm_config(shape: dict[str, Any]) -> dict[str, Any]:
     """timm's config.json; what timm does not know stands beside it."""
-    ours = {"unif_moe": shape["moe"], "channel_ratio": shape["channel_ratio"]}
-    theirs = {key: shape[key] for key in ("architecture", "num_classes", "pretrained_cfg", "model_args") if shape[key]}
-    return theirs | {key: value for key, value in ours.items() if value is not None}
+    names = {"moe": "unif_moe"}
+    return {names.get(key, key): value for key, value in shape.items() if value and key != "library"}
 
 
 def _own_memory(model: nn.Module) -> dict[str, torch.Tensor]:

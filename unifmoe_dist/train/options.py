@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -46,7 +45,45 @@ class OptionParser(argparse.ArgumentParser):
         Raises:
             UserError: always.
         """
-        raise UserError(_one_sentence(message, _names(self)))
+        names = message.removeprefix("the following arguments are required: ")
+        what = message[:1] + message[1:].rstrip(".")
+        raise UserError(
+            f"{what if names == message else listed(names.split(', '), 'and') + ' must be given'}; see --help."
+        )
+
+    def parse_args(self, words: Any = None, namespace: Any = None) -> Any:
+        found, left = self.parse_known_args(words, namespace)
+        if left:
+            word = next((word for word in left if word.startswith("--")), left[0]).partition("=")[0]
+            if not word.startswith("-"):
+                raise UserError(f"{word!r} is one word too many; see --help for what the command takes.")
+            near = get_close_matches(word, _names(self), n=2)
+            advice = f"did you mean {listed(near, 'or')}?" if near else "see --help."
+            raise UserError(f"there is no option {word}; {advice}")
+        return found
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        choices = list(map(str, action.choices))
+        near = get_close_matches(str(value), choices, n=1)
+        hint = f"; did you mean {near[0]}?" if near else "."
+        raise UserError(f"{_flag(action)} must be {listed(choices, 'or')}, not {value}{hint}")
+
+    def _get_value(self, action: argparse.Action, word: str) -> Any:
+        try:
+            return super()._get_value(action, word)
+        except argparse.ArgumentError as error:
+            if action.type not in _KINDS:
+                raise
+            raise UserError(f"{_flag(action)} must be {_KINDS[action.type]}, not {word}.") from error
+
+    def _match_argument(self, action: argparse.Action, pattern: str) -> int:
+        try:
+            return super()._match_argument(action, pattern)
+        except argparse.ArgumentError as error:
+            several = "one value or more" if action.nargs == argparse.ONE_OR_MORE else "a value"
+            raise UserError(f"{_flag(action)} needs {several}; see --help.") from error
 
     def given(self, words: Sequence[str]) -> dict[str, str]:
         """The options that stand on the command line itself, whatever they say: flag by attribute."""
@@ -77,30 +114,8 @@ def _names(parser: argparse.ArgumentParser) -> list[str]:
     return names
 
 
-_KINDS = {"int": "a whole number", "float": "a number"}
+_KINDS: dict[Any, str] = {int: "a whole number", float: "a number"}
 
 
-def _one_sentence(message: str, names: Iterable[str]) -> str:
-    """argparse's message in words of this project, or as it is where it is of no known form."""
-    if found := re.fullmatch(r"unrecognized arguments: (.*)", message):
-        word = next((w for w in found[1].split() if w.startswith("--")), found[1].split()[0]).partition("=")[0]
-        if not word.startswith("-"):
-            return f"{word!r} is one word too many; see --help for what the command takes."
-        near = get_close_matches(word, list(names), n=2)
-        return f"there is no option {word}; " + (f"did you mean {listed(near, 'or')}?" if near else "see --help.")
-    if found := re.fullmatch(r"argument (\S+).*: invalid choice: '?(.*?)'? \(choose from (.*)\)", message):
-        choices = [choice.strip().strip("'") for choice in found[3].split(",")]
-        near = get_close_matches(found[2], choices, n=1)
-        hint = f"; did you mean {near[0]}?" if near else "."
-        return f"{_flag(found[1])} must be {listed(choices, 'or')}, not {found[2]}{hint}"
-    if found := re.fullmatch(r"argument (\S+).*: invalid (\w+) value: '(.*)'", message):
-        return f"{_flag(found[1])} must be {_KINDS.get(found[2], 'a ' + found[2])}, not {found[3]}."
-    if found := re.fullmatch(r"the following arguments are required: (.*)", message):
-        return f"{listed(found[1].split(', '), 'and')} must be given; see --help."
-    if found := re.fullmatch(r"argument (\S+): expected (one|at least one) argument", message):
-        return f"{_flag(found[1])} needs {'a value' if found[2] == 'one' else 'one value or more'}; see --help."
-    return message[:1] + message[1:].rstrip(".") + "; see --help."
-
-
-def _flag(name: str) -> str:
-    return name.rpartition("/")[2]  # of --a/--b, the last
+def _flag(action: argparse.Action) -> str:
+    return action.option_strings[-1] if action.option_strings else str(action.metavar or action.dest)

@@ -28,10 +28,10 @@ def main(arguments: Sequence[str]) -> None:
     from unifmoe_dist.runtime import heartbeat
     from unifmoe_dist.runtime.ranks import running_ranks, seed_everything
     from unifmoe_dist.train import checkpoint
-    from unifmoe_dist.train.closing import result_sentence
     from unifmoe_dist.train.evaluate import evaluate
     from unifmoe_dist.train.own_model import own_model, own_task
     from unifmoe_dist.train.trainer import summarise
+    from unifmoe_dist.train.words import result_sentence
 
     saved = checkpoint.latest(options.run, options.checkpoint)
     with running_ranks(1) as ranks:

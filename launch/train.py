@@ -21,8 +21,8 @@ def main(arguments: Sequence[str]) -> None:
         plan(config, planning)
         return
     from unifmoe_dist.studies.training_plots import draw_finished
-    from unifmoe_dist.train.closing import closing_words
     from unifmoe_dist.train.main import train
+    from unifmoe_dist.train.words import closing_words
 
     if not config.progress:
         heartbeat.hush()

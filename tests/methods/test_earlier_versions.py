@@ -16,7 +16,7 @@ from unifmoe_dist.studies.paper_tables import GLUE
 from unifmoe_dist.train import checkpoint
 from unifmoe_dist.train.build import layer_options
 from unifmoe_dist.train.cli import dump_train_config, load_train_config, parse_train_config
-from unifmoe_dist.train.epochs import in_steps
+from unifmoe_dist.train.length import in_steps
 from unifmoe_dist.train.step import TrainingStep
 
 

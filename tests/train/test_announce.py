@@ -11,7 +11,8 @@ import torch
 
 from unifmoe_dist.runtime import heartbeat
 from unifmoe_dist.runtime.ranks import Ranks
-from unifmoe_dist.train import announce, build, folder
+from unifmoe_dist.train import build, folder
+from unifmoe_dist.train import words as said
 from unifmoe_dist.train.cli import dump_train_config, parse_train_config
 
 
@@ -22,7 +23,7 @@ def lines(words: str, ranks: Ranks, step: int = 0) -> list[str]:
     if ranks.world_size > 1:  # as if this rank had one of two shares of the experts
         for name, parameter in algorithm.named_parameters():
             parameter.allreduce = ".experts." not in name
-    return announce.first_lines(config, ranks, task, algorithm, Path("runs/mine"), step)
+    return said.first_lines(config, ranks, task, algorithm, Path("runs/mine"), step)
 
 
 def test_the_first_lines_name_everything(monkeypatch):

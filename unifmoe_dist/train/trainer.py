@@ -23,18 +23,16 @@ from unifmoe_dist.runtime import heartbeat
 from unifmoe_dist.runtime.ranks import Ranks, seed_everything
 from unifmoe_dist.runtime.signals import StopSignals
 from unifmoe_dist.train import build, checkpoint, deepspeed
-from unifmoe_dist.train.announce import first_lines
 from unifmoe_dist.train.batches import TrainBatches
 from unifmoe_dist.train.cli import dump_train_config
-from unifmoe_dist.train.epochs import check_epochs, in_steps, steps_per_epoch
 from unifmoe_dist.train.evaluate import Score, collect_usage, evaluate
 from unifmoe_dist.train.folder import keep_options
 from unifmoe_dist.train.health import locate
+from unifmoe_dist.train.length import Selection, check_epochs, in_steps, steps_per_epoch
 from unifmoe_dist.train.own_model import keep_backbone
-from unifmoe_dist.train.progress import BAR, mean_over_layers, show_beside, training_numbers
 from unifmoe_dist.train.run import agree, set_aside
-from unifmoe_dist.train.selection import Selection
 from unifmoe_dist.train.step import StepResult, TrainingStep
+from unifmoe_dist.train.words import BAR, first_lines, mean_over_layers, show_beside, training_numbers
 from unifmoe_dist.usage import UsageSummary
 
 

@@ -20,10 +20,9 @@ from unifmoe_dist.runtime.ranks import running_ranks
 from unifmoe_dist.train import build, checkpoint
 from unifmoe_dist.train import trainer as trainer_module
 from unifmoe_dist.train.cli import load_train_config, parse_train_config
-from unifmoe_dist.train.epochs import check_epochs, in_steps
 from unifmoe_dist.train.evaluate import Score
 from unifmoe_dist.train.folder import choose_folder
-from unifmoe_dist.train.selection import Selection
+from unifmoe_dist.train.length import Selection, check_epochs, in_steps
 from unifmoe_dist.train.trainer import Trainer
 
 # -- epochs and patience ----------------------------------------------------------------------------------------------

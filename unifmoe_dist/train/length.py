@@ -1,4 +1,4 @@
-"""Counting a run in passes over the data instead of steps.
+"""How long a run trains: passes over the data in place of steps, and which evaluation was best so far.
 
 An epoch is ceil(N / batch_size) steps, N the items of the largest training environment. Every batch is full, so that
 ranks have equal shares at any world size: where batch_size does not divide N, the last batch of an epoch takes its
@@ -8,6 +8,7 @@ missing items from the beginning of the next pass, and no item is left out.
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 from unifmoe_dist.config import TrainConfig
@@ -48,3 +49,52 @@ def check_epochs(config: TrainConfig, epoch_steps: int, progress: dict[str, Any]
             f"the run is at epoch {reached:g} already, beyond --epochs {config.epochs}; give a larger --epochs, or "
             "none to test the run again."
         )
+
+
+@dataclass
+class Selection:
+    """The best validation score and the evaluations since; the earliest of equal scores wins.
+
+    Ranks that are given the same scores decide alike, so nothing needs to be exchanged.
+
+    Attributes:
+        step: Step of the best evaluation; 0 before the first.
+        score: Its score, by the task's metric; None before the first.
+        accuracy: Its accuracy, whatever the metric.
+        waited: Evaluations in a row since then that were no better.
+    """
+
+    step: int = 0
+    score: float | None = None
+    accuracy: float | None = None
+    waited: int = 0
+
+    def offer(self, step: int, score: float, accuracy: float) -> bool:
+        """Take note of an evaluation; whether it is the best so far."""
+        better = self.score is None or score > self.score
+        if better:
+            self.step, self.score, self.accuracy, self.waited = step, score, accuracy, 0
+        else:
+            self.waited += 1
+        return better
+
+    def exhausted(self, patience: int | None) -> bool:
+        """Whether `patience` evaluations in a row were no better than the best; never, for None."""
+        return patience is not None and self.waited >= patience
+
+    def progress(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {
+            "best": self.score,
+            "best_step": self.step,
+            "best_accuracy": self.accuracy,
+            "evaluations_without_improvement": self.waited,
+        }
+
+    @classmethod
+    def from_progress(cls, saved: dict[str, Any]) -> Selection:
+        """The inverse of `progress`. Checkpoints older than these fields were selected by accuracy."""
+        if not saved["best_step"]:
+            return cls()
+        best, waited = saved["best"], saved.get("evaluations_without_improvement", 0)
+        return cls(saved["best_step"], best, saved.get("best_accuracy", best), waited)

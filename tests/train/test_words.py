@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from tqdm import tqdm
 
-from unifmoe_dist.train.closing import closing_words, result_sentence
-from unifmoe_dist.train.progress import BAR, LEAST, show_beside, training_numbers
+from unifmoe_dist.train.words import BAR, LEAST, closing_words, result_sentence, show_beside, training_numbers
 from unifmoe_dist.usage import UsageSummary
 
 

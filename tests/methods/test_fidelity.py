@@ -15,8 +15,7 @@ from tests.support.original_numbers import ORIGINAL
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import AppliedStep
 from unifmoe_dist.methods import MOE_LAYERS, LayerOptions
-from unifmoe_dist.methods.mass import OVER
-from unifmoe_dist.methods.mass_schedule import LANGUAGE, SHORT, VISION, MASSSchedule, mass_schedule
+from unifmoe_dist.methods.mass import LANGUAGE, OVER, SHORT, VISION, MASSSchedule, mass_schedule
 from unifmoe_dist.methods.noisy_top_k import load_importance_loss
 from unifmoe_dist.methods.topk import balance_loss
 from unifmoe_dist.train.build import layer_options

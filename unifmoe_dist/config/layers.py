@@ -60,8 +60,8 @@ class ExpertLayerConfig:
         return cls(**options)
 
     @classmethod
-    def run_options(cls, steps: int, recipe: Any) -> Mapping[str, Any]:
-        """Options that follow from a run's steps and the training recipe of its task, where the user sets none."""
+    def run_options(cls, steps: int, family: str) -> Mapping[str, Any]:
+        """Options that follow from a run's steps and the family of its task, where the user sets none."""
         return {}
 
     @classmethod

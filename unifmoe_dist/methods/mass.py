@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,38 @@ from unifmoe_dist.expert_layer import AppliedStep, ChangedRows
 from unifmoe_dist.experts import ExpertWeights
 from unifmoe_dist.methods.dynamic import DynamicConfig, DynamicExpertLayer
 from unifmoe_dist.methods.gated import Gating
-from unifmoe_dist.methods.mass_schedule import VISION, MASSRecipe, mass_schedule
+
+
+class MASSRecipe(NamedTuple):
+    """What differs between the authors' two scripts: the fewest steps of the window and of the warm-up, and the copies
+    that there may be before the last one is tried."""
+
+    least_window: int
+    least_warmup: int
+    untried: int
+
+
+VISION = MASSRecipe(200, 100, 0)
+"""`train_mass.py`."""
+LANGUAGE = MASSRecipe(60, 30, 1)
+"""`search_glue_no_trainer_mass.py`."""
+SHORT = MASSRecipe(2, 0, 0)
+"""The rule without its floors, for runs of some hundred steps, in which the floors would end expansion unused."""
+
+
+class MASSSchedule(NamedTuple):
+    """Steps of expansion, of the window and of the warm-up."""
+
+    expansion_steps: int
+    window: int
+    warmup: int
+
+
+def mass_schedule(steps: int, recipe: MASSRecipe) -> MASSSchedule:
+    """Expansion in the first tenth; a window of 9 % and a warm-up of 5 % of the steps, or the recipe's fewest."""
+    return MASSSchedule(
+        int(steps * 0.1), max(recipe.least_window, int(steps * 0.09)), max(recipe.least_warmup, int(steps * 0.05))
+    )
 
 
 @checked(frozen=True)
@@ -57,12 +88,14 @@ class MASSConfig(DynamicConfig):
         """Windows that are not given are those of `train_mass.py` for a run of which expansion_steps is a tenth."""
         expansion = options.get("expansion_steps", cls.expansion_steps)
         given = {name: value for name, value in options.items() if value is not None}
-        given = {**cls.run_options(10 * expansion, VISION), **given}
+        given = {**cls.run_options(10 * expansion, "domainbed"), **given}
         names = {"mass_window": "window", "mass_warmup": "warmup", "mass_untried": "untried"}
         return super().from_options({names.get(name, name): value for name, value in given.items()})
 
     @classmethod
-    def run_options(cls, steps: int, recipe: MASSRecipe) -> Mapping[str, Any]:
+    def run_options(cls, steps: int, family: str) -> Mapping[str, Any]:
+        """As the family's script has it; small tasks of their own are too short for either's floors."""
+        recipe = {"domainbed": VISION, "glue": LANGUAGE}.get(family, SHORT)
         rule = mass_schedule(steps, recipe)
         windows = {"mass_window": rule.window, "mass_warmup": rule.warmup}
         return {"expansion_steps": rule.expansion_steps, **windows, "mass_untried": recipe.untried}

@@ -15,7 +15,6 @@ from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.task import TaskData
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods import LayerOptions
-from unifmoe_dist.methods.mass_schedule import mass_recipe
 from unifmoe_dist.methods.registry import EVERY_LAYER, REGISTRY, method_of
 from unifmoe_dist.runtime.ranks import Ranks
 from unifmoe_dist.train import deepspeed
@@ -100,8 +99,8 @@ def layer_options(config: TrainConfig) -> LayerOptions:
     chosen = {name: value for name, value in vars(config.model).items() if name in names}
     chosen["max_experts"] = config.model.most_experts()
     if method_of(config.model.moe).layer:
-        recipe = mass_recipe(find_task(config.data.task).family)
-        run = layer_class(config.model.moe).config_type.run_options(config.steps, recipe)
+        family = find_task(config.data.task).family
+        run = layer_class(config.model.moe).config_type.run_options(config.steps, family)
         chosen.update((name, value) for name, value in run.items() if chosen.get(name) is None)
     return LayerOptions(**chosen)
 

@@ -81,7 +81,7 @@ def test_a_line_every_half_minute(beats, monkeypatch):
 
 def test_what_is_counted_is_said(beats, monkeypatch):
     monkeypatch.setattr(heartbeat.sys, "stderr", beats)
-    monkeypatch.setattr(heartbeat, "tqdm", lambda things, **_: things)
+    monkeypatch.setattr("tqdm.tqdm", lambda things, **_: things)
     with heartbeat.beating():
         assert [time.sleep(0.25) or n for n in heartbeat.followed([5, 6], "routing")] == [5, 6]
     assert "routing: 0 of 2 done" in beats.getvalue() and "routing: 1 of 2 done" in beats.getvalue()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from typing import Any, TypeVar, get_type_hints
 
 Options = TypeVar("Options")
@@ -14,6 +14,14 @@ def by_dotted_name(options: Mapping[str, Any], prefix: str = "") -> dict[str, An
     flat: dict[str, Any] = {}
     for name, value in options.items():
         flat |= by_dotted_name(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat
+
+
+def kinds_of(cls: Any, prefix: str = "") -> dict[str, Any]:
+    """Types of the options of a class, by dotted name."""
+    flat: dict[str, Any] = {}
+    for name, kind in get_type_hints(cls).items():
+        flat |= kinds_of(kind, f"{prefix}{name}.") if is_dataclass(kind) else {prefix + name: kind}
     return flat
 
 

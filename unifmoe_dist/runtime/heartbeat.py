@@ -14,8 +14,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from tqdm import tqdm
-
 Thing = TypeVar("Thing")
 
 SECONDS = 30.0
@@ -81,6 +79,8 @@ def heard() -> None:
 
 def followed(things: Sequence[Thing], what: str) -> Iterator[Thing]:
     """The things, one by one, with a bar on a terminal and their number in the lines elsewhere."""
+    from tqdm import tqdm  # which takes as long as all else that help needs of this package
+
     for number, thing in enumerate(tqdm(things, desc=what, disable=None, leave=False)):
         doing(f"{what}: {number} of {len(things)} done")
         yield thing

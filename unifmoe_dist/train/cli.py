@@ -16,7 +16,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_s
 
 from unifmoe_dist import resources
 from unifmoe_dist.config import TrainConfig
-from unifmoe_dist.config.named import by_dotted_name, made_of
+from unifmoe_dist.config.named import by_dotted_name, kinds_of, made_of
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.leaving import leave_if_joined
@@ -24,7 +24,6 @@ from unifmoe_dist.runtime import failure, heartbeat, signals, terminal
 from unifmoe_dist.train.old_runs import unwritten_words
 from unifmoe_dist.train.option_errors import mistake_in_words
 from unifmoe_dist.train.option_files import check_file, mistake_in_file
-from unifmoe_dist.train.option_list import options as every_option
 from unifmoe_dist.train.run import resumes
 
 
@@ -155,7 +154,7 @@ def dump_train_config(config: TrainConfig) -> str:
 def _tidy(arguments: Sequence[str]) -> list[str]:
     """Drop the --local_rank that launchers add, let switches stand alone, and find configurations that are shipped."""
     words = [word for word in arguments if not word.startswith(("--local_rank", "--local-rank"))]
-    switches = {option.name for option in every_option() if bool in (option.type, *get_args(option.type))}
+    switches = {name for name, kind in kinds_of(TrainConfig).items() if bool in (kind, *get_args(kind))}
     alone = [i + 1 == len(words) or words[i + 1].startswith("-") for i in range(len(words))]
     for i, word in enumerate(words):
         if word.removeprefix("--") in switches and alone[i]:

@@ -10,10 +10,10 @@ from typing import Any, get_origin
 
 import yaml
 
-from unifmoe_dist.config import NO_ZERO_3
+from unifmoe_dist.config import NO_ZERO_3, TrainConfig
 from unifmoe_dist.config.checked import words_of
+from unifmoe_dist.config.named import kinds_of
 from unifmoe_dist.errors import listed
-from unifmoe_dist.train.option_list import options as every_option
 
 _LAUNCHERS = ("num_gpus", "num_accelerators", "num_nodes", "master_port", "hostfile", "nproc-per-node", "nnodes")
 _ALONE = ("help", "print-config")
@@ -55,7 +55,7 @@ def refused(place: str, name: str, value: Any) -> str:
     """What an option must be, where its value, as YAML has it, is not that."""
     if (name, str(value)) == ("parallel.zero_stage", "3"):
         return NO_ZERO_3
-    (kind,) = (option.type for option in every_option() if option.name == name)
+    kind = kinds_of(TrainConfig)[name]
     wanted = "a list such as [2,4]" if get_origin(kind) is list else listed(words_of(kind), "or")
     return f"{place} must be {wanted}, not {value}."
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
+from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.config.named import kinds_of
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.train.option_errors import nearest, refused
-from unifmoe_dist.train.option_list import options as every_option
 
 
 def check_file(path: Path, options: Collection[str]) -> tuple[dict[str, int], dict[str, Any]]:
@@ -36,7 +37,7 @@ def check_file(path: Path, options: Collection[str]) -> tuple[dict[str, int], di
     if not isinstance(root, yaml.MappingNode):
         raise UserError(f"{path} holds no options; write them as lines such as `steps: 200`.")
     groups = {option[:end] for option in options for end, letter in enumerate(option) if letter == "."}
-    with_value = {option.name for option in every_option() if not option.may_be_null}
+    with_value = {name for name, kind in kinds_of(TrainConfig).items() if type(None) not in get_args(kind)}
     lines: dict[str, int] = {}
     values: dict[str, Any] = {}
     for name, value, line in _names(root, "", groups):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.runtime import heartbeat
 from unifmoe_dist.train.cli import parse_train_config, run_main
-from unifmoe_dist.train.options import program
+from unifmoe_dist.train.options import OptionParser, program
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -38,15 +38,12 @@ def plan_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str
     Raises:
         UserError: a value is out of range, or belongs to --estimate, which is not given.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = OptionParser(add_help=False)
     parser.add_argument("--estimate", action="store_true")
     for name, kind in (("num-gpus-per-node", int), ("num-nodes", int), ("gpu-memory-gb", float)):
-        parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", type=kind)
-    parser.add_argument("--estimate-device", "--estimate_device", choices=("gpu", "cpu"))
-    try:
-        options, words = parser.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise UserError(f"{error}; see --help.") from error
+        parser.add_argument(f"--{name.replace('-', '_')}", f"--{name}", type=kind)
+    parser.add_argument("--estimate_device", "--estimate-device", choices=("gpu", "cpu"))
+    options, words = parser.parse_known_args(arguments)
     for name, value in vars(options).items():
         if name == "estimate" or value is None:
             continue

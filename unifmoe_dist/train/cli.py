@@ -22,8 +22,7 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.leaving import leave_if_joined
 from unifmoe_dist.runtime import failure, heartbeat, signals, terminal
 from unifmoe_dist.train.old_runs import unwritten_words
-from unifmoe_dist.train.option_errors import mistake_in_words
-from unifmoe_dist.train.option_files import check_file, mistake_in_file
+from unifmoe_dist.train.option_errors import check_file, mistake_in_file, mistake_in_words
 from unifmoe_dist.train.run import resumes
 
 
@@ -80,7 +79,7 @@ def parse_options(arguments: Sequence[str], prog: str | None = None) -> dict[str
         def fits(name: str, word: str) -> bool:
             return _takes(partial(parser.parse_args, [f"--{name}={word}"]))
 
-        mistake = mistake_in_words(words, _names(parser), fits)
+        mistake = mistake_in_words(words, fits)
         raise UserError(mistake or _as_it_is(error)) from error
     return _by_name(parsed)
 
@@ -91,7 +90,7 @@ def _by_name(parsed: Namespace) -> dict[str, Any]:
 
 def _read_alone(parser: ArgumentParser, path: Path) -> Namespace:
     """The options of a file and the defaults of others; mistakes are said with the file's name."""
-    lines, values = check_file(path, _names(parser))
+    found = check_file(path)
     try:
         return parser.parse_args(["--config", str(path)])
     except (ArgumentError, ImportError) as error:
@@ -99,7 +98,7 @@ def _read_alone(parser: ArgumentParser, path: Path) -> Namespace:
         def fits(name: str, value: object) -> bool:
             return _takes(partial(parser.parse_object, {name: value}))
 
-        mistake = mistake_in_file(path, lines, values, fits)
+        mistake = mistake_in_file(path, found, fits)
         raise UserError(mistake or f"{path}: {_as_it_is(error)}") from error
 
 
@@ -115,10 +114,6 @@ def _takes(parse: Callable[[], Namespace]) -> bool:
 def _as_it_is(error: Exception) -> str:
     """The parser's own words."""
     return f"{' '.join(str(error).split()).rstrip('.')}; see --help for every option."
-
-
-def _names(parser: ArgumentParser) -> list[str]:
-    return list(parser.get_defaults().keys())
 
 
 def _files(words: Sequence[str]) -> list[Path]:

@@ -17,13 +17,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True)
 class Environment:
-    """One domain.
-
-    Args:
-        name: The paper's name.
-        folder: DomainBed's folder.
-        images: Published number of images.
-    """
+    """One domain: the paper's name, DomainBed's folder and the published number of images."""
 
     name: str
     folder: str
@@ -32,13 +26,9 @@ class Environment:
 
 @dataclass(frozen=True)
 class Archive:
-    """One official file.
+    """One official file, and the name to keep it under; `by_hand` where the host wants a browser to confirm.
 
-    Args:
-        file: Name to keep it under.
-        url: Where it is published.
-        by_hand: The host wants a browser (it asks for a confirmation), so it is not downloaded automatically.
-        sha256: Its checksum, where one is known; no publisher of these archives states one.
+    No publisher of these archives states a checksum.
     """
 
     file: str
@@ -52,12 +42,7 @@ class Benchmark:
     """One data set.
 
     Args:
-        name: Value of `data.task`.
-        title: Name for people.
         folder: DomainBed's folder, which holds one folder per environment, and these one per class.
-        environments: In DomainBed's order.
-        num_classes: Number of classes, the same in every environment.
-        archives: The official files.
         classes: Class folders, where the list is short; otherwise environments are checked against one another.
         duplicates: File in the data set's folder that lists images to leave out, one path a line.
         other_totals: Totals of other versions that are in circulation.

@@ -61,11 +61,7 @@ class Encoder:
         return name if name in _BERT_SIZES and not Path(name).is_dir() else None
 
     def tokenizer(self) -> Any:
-        """The tokenizer.
-
-        Raises:
-            UserError: it cannot be had from the source, or has no padding token.
-        """
+        """Raises UserError where it cannot be had from the source, or has no padding token."""
         if self._is_tiny():
             return _tiny_tokenizer()
         from transformers import AutoTokenizer
@@ -77,11 +73,7 @@ class Encoder:
         return tokenizer
 
     def config(self) -> Any:
-        """The model's config, as its source has it.
-
-        Raises:
-            UserError: it cannot be had from there.
-        """
+        """The model's config; raises UserError where it cannot be had from the source."""
         if self._is_tiny():
             return _tiny_config({})
         from transformers import AutoConfig
@@ -92,10 +84,8 @@ class Encoder:
     def classifier(self, num_classes: int, dropout: float | None = None) -> nn.Module:
         """The model with a new classifier of `num_classes`, in float32; new weights come from torch's generator.
 
-        Args:
-            num_classes: Width of the logits.
-            dropout: Dropout of hidden states and of the classifier's input, None for the model's own, which attention
-                keeps.
+        `dropout` is that of hidden states and of the classifier's input; attention keeps the model's own, as all do for
+        None.
 
         Raises:
             UserError: config or weights cannot be had from the source, or do not belong together.

@@ -24,12 +24,9 @@ class GlueFormat:
     """How one task is stored.
 
     Attributes:
-        name: The task, as the hub spells it.
-        folder: The task, as the official archives spell it.
+        name, folder: The task, as the hub and as the official archives spell it.
         classes: Labels of the official files in the order of the class numbers (which the hub stores).
-        columns: Columns of the one or two texts in the official files.
-        label: Column of the label in the official files.
-        hub_columns: Columns of the texts on the hub.
+        columns, label: Columns of the one or two texts and of the label; on the hub, of texts, `hub_columns`.
         header: Names of the columns where the official files have no header line.
         split: Suffix of the names of the validation split.
         undecided: Label of rows that GLUE leaves out, since annotators did not agree.

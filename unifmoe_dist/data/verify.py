@@ -60,15 +60,9 @@ def _count_classes(folder: ImageFolder) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class EnvironmentReport:
-    """What was found in one environment.
+    """What was found in one environment, duplicates left out: images, and by class; DomainBed has so many `published`.
 
-    Args:
-        name: The paper's name.
-        folder: Its folder.
-        images: Images found, duplicates left out.
-        published: Images that DomainBed has.
-        classes: Images per class.
-        changed: Whether paths or contents differ from the manifest; None without one.
+    `changed` says whether paths or contents differ from the manifest; None without one.
     """
 
     name: str
@@ -84,8 +78,6 @@ class Report:
     """What was found in a data set.
 
     Args:
-        dataset: Its folder.
-        environments: Each environment.
         published: Totals that are known to be in circulation, DomainBed's first.
         corrupt: Images that cannot be decoded, with the reason.
         truncated: Images of which only a part can be decoded; DomainBed uses them, and so does training.

@@ -32,12 +32,9 @@ def build_backbone(
     attention and FFN, not on the FFN's hidden channels. So dense and upcycled models drop the same.
 
     Args:
-        name: Name in timm's registry.
-        num_classes: Width of the logits.
         image_size: Side of the images, in pixels; position embeddings are resized to it.
         pretrained: None takes timm's weights from its hub, "none" random ones; otherwise a file (.safetensors, or .pth
             as DeiT publishes them) or a folder that holds one.
-        dropout: Dropout of embeddings and outputs.
         drop_path: Largest stochastic-depth rate; it rises linearly with depth.
 
     Raises:

@@ -22,13 +22,7 @@ from unifmoe_dist.train.read_ahead import read_ahead
 
 @dataclass(frozen=True)
 class Item:
-    """One item of a batch.
-
-    Args:
-        dataset: Which of the data sets.
-        index: Which item of it.
-        seeds: Numbers that together seed its augmentation; None leaves the item as it is.
-    """
+    """One item of one of the data sets; `seeds` together seed its augmentation, None leaves it as it is."""
 
     dataset: int
     index: int
@@ -57,11 +51,7 @@ class TrainBatches:
     """Training batches: `batch_size` items of every environment per step, over all ranks and micro-batches.
 
     Args:
-        task: The data.
         batch_size: Items per environment and step; must divide by world_size * micro_batches.
-        seed: Seed of the order and of augmentation.
-        rank: This rank.
-        world_size: Number of ranks.
         micro_batches: Parts into which a rank's share is cut.
         workers: Processes that read ahead; they change no batch.
         replacement: Draw every item anew from its whole environment, in place of epochs.

@@ -20,15 +20,7 @@ from unifmoe_dist.usage import UsageSummary
 
 @dataclass(frozen=True)
 class Score:
-    """Scores of one pass over data sets.
-
-    Attributes:
-        metric: Name of the task's metric.
-        value: Mean of the metric over the data sets.
-        per_dataset: The metric on each data set.
-        accuracy: Mean over the data sets of the fraction right, whatever the metric.
-        usage: Routing statistics by layer.
-    """
+    """Scores of one pass over data sets: the metric's mean and its values, the mean accuracy, and usage by layer."""
 
     metric: str
     value: float

@@ -58,9 +58,7 @@ class Selection:
     Ranks that are given the same scores decide alike, so nothing needs to be exchanged.
 
     Attributes:
-        step: Step of the best evaluation; 0 before the first.
-        score: Its score, by the task's metric; None before the first.
-        accuracy: Its accuracy, whatever the metric.
+        step, score, accuracy: Of the best evaluation; 0 and None before the first.
         waited: Evaluations in a row since then that were no better.
     """
 

@@ -14,14 +14,7 @@ from unifmoe_dist.config.checked import words_of
 
 @dataclass(frozen=True)
 class Option:
-    """One option.
-
-    Args:
-        name: Dotted, as on command lines and in YAML files.
-        type: Its annotation.
-        default: Its default.
-        text: The class's explanation.
-    """
+    """One option: its dotted name, its annotation, its default and the class's explanation."""
 
     name: str
     type: Any

@@ -24,12 +24,7 @@ def program(script: str) -> str:
 
 
 class OptionParser(argparse.ArgumentParser):
-    """argparse without abbreviations, whose errors are `UserError`s.
-
-    Args:
-        script: Name of the script, such as report.py; subcommands have none and take `prog`.
-        options: As of argparse.ArgumentParser.
-    """
+    """argparse without abbreviations, whose errors are `UserError`s; subcommands have no `script` and take `prog`."""
 
     def __init__(self, script: str | None = None, **options: Any) -> None:
         if script is not None:
@@ -40,11 +35,7 @@ class OptionParser(argparse.ArgumentParser):
         super().__init__(**options)
 
     def error(self, message: str) -> NoReturn:
-        """Refuse the command line.
-
-        Raises:
-            UserError: always.
-        """
+        """Refuse the command line with a UserError."""
         names = message.removeprefix("the following arguments are required: ")
         what = message[:1] + message[1:].rstrip(".")
         raise UserError(
@@ -92,12 +83,9 @@ class OptionParser(argparse.ArgumentParser):
         return {name: flag for name, flag in flags.items() if getattr(found, name) is not None}
 
     def refuse_others(self, words: Sequence[str], taken: Collection[str], what: str) -> None:
-        """Refuse options that would change nothing.
+        """Refuse options besides those that are `taken`, which would change nothing.
 
-        Args:
-            words: The command line.
-            taken: Attributes of options that do something.
-            what: Who ignores the others, as the beginning of a sentence.
+        `what` says who ignores the others, as the beginning of a sentence.
 
         Raises:
             UserError: there are others.

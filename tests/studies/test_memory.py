@@ -291,7 +291,7 @@ def test_what_does_not_fit_is_said():
     [
         (["--gpu-memory-gb", "24"], "--gpu-memory-gb belongs to --estimate"),
         (["--estimate", "--num-nodes", "0"], "--num-nodes must be above 0, not 0"),
-        (["--estimate", "--num-nodes", "many"], "invalid int value"),
+        (["--estimate", "--num-nodes", "many"], "--num-nodes must be a whole number, not many"),
         (["--estimate", "--num-gpus-per-node", "5"], "batch_size 16 does not divide evenly over 5 ranks"),
         (["--estimate", "--data.task", "cola", "--model.backbone", "nobody/nothing"], "bert-large-cased"),
         (["--estimate", "--data.task", "pacs", "--model.backbone", "resnet"], "is not in timm's registry"),

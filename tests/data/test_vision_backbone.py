@@ -6,10 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from tests.support.jobs import ROOT
 from tests.support.tiny_images import TINY
+from unifmoe_dist import upcycle
 from unifmoe_dist.data.vision_backbone import build_backbone
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.train.cli import parse_train_config
+from unifmoe_dist.upcycling import moe_layers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*results cannot be compared")
 
@@ -60,6 +65,16 @@ def test_dropout_is_on_outputs_and_depth_is_stochastic():
     assert model.pos_drop.p == 0.2 and model.blocks[11].drop_path2.drop_prob == pytest.approx(0.1)
     image = torch.randn(1, 3, 32, 32)
     assert not torch.equal(model.train()(image), model(image)) and torch.equal(model.eval()(image), model(image))
+
+
+def test_a_dense_model_has_no_dropout_with_the_papers_settings():
+    config = parse_train_config(
+        ["--config", str(ROOT / "configs/domainbed/pacs.yaml"), "--data.held_out", "Sketch"]
+    ).model
+    model = build_backbone(TINY, 7, 32, "none", dropout=config.dropout, drop_path=config.drop_path)
+    assert [module.p for module in model.modules() if isinstance(module, nn.Dropout) and module.p] == []
+    layers = upcycle(model, [8], 2, 8, hidden_dropout=config.hidden_dropout)
+    assert moe_layers(layers)["blocks.8.mlp"].config.hidden_dropout == 0.1
 
 
 def test_weights_that_cannot_be_had(published, tmp_path):

@@ -182,9 +182,15 @@ def test_shared_and_residual_experts_are_dropped_alike_and_right_on_average():
         assert torch.stack([part(x) for _ in range(8)]).std(0).min() > 0
 
 
+@pytest.mark.parametrize("kernels", ["grouped", "reference"])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_activation_checkpointing_sees_the_same_mask(reentrant, autocast):
+def test_activation_checkpointing_sees_the_same_mask(reentrant, autocast, kernels):
+    with use_kernels(kernels):
+        check_recomputation(reentrant, autocast)
+
+
+def check_recomputation(reentrant, autocast):
     layer, results = make_layer(0.5), []
     for recompute in (False, True):
         torch.manual_seed(3)

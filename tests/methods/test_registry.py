@@ -10,7 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from unifmoe_dist.methods.registry import REGISTRY
+import pytest
+
+from unifmoe_dist.config.named import with_options
+from unifmoe_dist.methods.registry import REGISTRY, find_method
+from unifmoe_dist.train.cli import parse_train_config
 
 ROOT = Path(__file__).parents[2]
 SECTION = (ROOT / "CONTRIBUTING.md").read_text().partition("## How to add a method")[2].partition("\n## ")[0]
@@ -75,3 +79,12 @@ def test_names_of_methods_are_compared_nowhere_else():
             if names & (REGISTRY.keys() - {"none"}) and not families:
                 found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert found == []
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+def test_rows_of_fixed_top_k_layers_on_glue(k):
+    """Of the paper's equation, and with the cosine gate of the literature; the paper has K = 16 for both."""
+    base = parse_train_config(["--config", str(ROOT / "configs/glue/cola.yaml")])
+    for name, layer in ((f"top{k}", "topk"), (f"gmoe-top{k}", "gmoe")):
+        model = with_options(base, find_method(name).options).model
+        assert (model.moe, model.top_k, model.num_experts) == (layer, k, 16)

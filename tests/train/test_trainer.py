@@ -194,7 +194,9 @@ def test_a_run_writes_its_folder(precision, tmp_path):
         choose_folder(make_config(folder))
     done = run_job(tmp_path, 1, [str(folder)], script="evaluate")
     assert done.statuses == [0], done.output
-    scored, _ = json.JSONDecoder().raw_decode(done.output[done.output.index("{") :])
+    scored, end = json.JSONDecoder().raw_decode(done.output[done.output.index("{") :])
+    last = done.output[done.output.index("{") + end :].strip()
+    assert last.startswith("UniF-MoE on digits (rot75 held out): test accuracy ") and last.endswith("experts.")
     assert scored["accuracy"] == pytest.approx(summary["test_accuracy"], abs=0.02 if precision == "bf16" else 1e-9)
 
 

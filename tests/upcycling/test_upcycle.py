@@ -263,6 +263,20 @@ def test_a_wrapped_model_names_the_one_inside():
             upcycle(wrapped, [0], K, B)
 
 
+def refuse_ddp(rank, world):
+    wrapped = nn.parallel.DistributedDataParallel(build("bert"))
+    with pytest.raises(UserError, match="DistributedDataParallel wraps a BertForSequenceClassification, its .module"):
+        upcycle(wrapped, [0], K, B)
+
+
+def test_a_model_under_ddp_or_with_adapters_names_the_one_inside():
+    run_ranks(1, refuse_ddp)
+    peft = pytest.importorskip("peft")
+    wrapped = peft.get_peft_model(build("bert"), peft.LoraConfig(target_modules=["query"]))
+    with pytest.raises(UserError, match=r"wraps a BertForSequenceClassification, its .base_model.model"):
+        upcycle(wrapped, [0], K, B)
+
+
 def test_import_leaves_transformers_and_timm_alone():
     code = (
         "import sys, unifmoe_dist, unifmoe_dist.upcycling\n"

@@ -178,7 +178,6 @@ class _TritonBlockFFN(torch.autograd.Function):
         grad_bias = torch.empty((rounds.tiles, shape.width), dtype=torch.float32, device=x.device)
         wanted = ctx.needs_input_grad[-len(tensors) :]
         grads = [torch.empty_like(t) if t is not None else None for t in tensors]
-        common = dict(B=shape.blocks, M=shape.width, HAS_SHARED=has_shared)
         bank = (x, gates, shared_keys, keys, shared_key_bias, key_bias, shared_values, values)
         choices = _choices(ctx, has_shared, has_bias)
         for first in rounds:
@@ -197,64 +196,89 @@ class _TritonBlockFFN(torch.autograd.Function):
                 **choices,
             )
             for channels, source, index in ((hidden, grad_y, 1), (grad_pre, x, 0)):
-                if not (wanted[index] or wanted[index + 4]):
-                    continue
-                height = min(128, power_of_two(shape.width, 16))
-                parts = triton.cdiv(shape.width, height) * shape.experts * shape.blocks
-                weight_grad_kernel[lambda meta, parts=parts: (parts, triton.cdiv(shape.dim, meta["BLOCK_D"]))](
-                    channels,
-                    source,
-                    grads[index],
-                    grads[index + 4],
-                    plan.rows,
-                    plan.tile_count,
-                    plan.group_tiles,
-                    first,
-                    rounds.tiles,
-                    D=shape.dim,
-                    TILE_ROWS=shape.tile_rows,
-                    BLOCK_H=height,
-                    PRECISION=shape.precision,
-                    **common,
-                )
+                if wanted[index] or wanted[index + 4]:
+                    _add_weight_gradient(rounds, first, channels, source, grads[index], grads[index + 4])
             if has_bias:
-                bias_grad_kernel[(shape.experts * shape.blocks,)](
-                    grad_bias,
-                    grads[2],
-                    grads[6],
-                    plan.group_tiles,
-                    first,
-                    rounds.tiles,
-                    MP=power_of_two(shape.width),
-                    **common,
-                    num_warps=4,
-                )
+                _add_bias_gradient(rounds, first, grad_bias, grads[2], grads[6])
             rounds.combine(first, gates, None, None)
-        grad_gates = torch.empty_like(gates)
-        gate_grad_kernel[(triton.cdiv(shape.n, 32),)](
-            grad_gate,
-            grad_y,
-            gates,
-            blocks.view(torch.uint8),
-            shared_value_bias,
-            value_bias,
-            grad_gates,
-            shape.n,
-            E=shape.experts,
-            B=shape.blocks,
-            PARTS=shape.parts,
-            D=shape.dim,
-            EP=power_of_two(shape.experts, 16),
-            BLOCK_N=32,
-            BLOCK_D=min(64, power_of_two(shape.dim, 16)),
-            HAS_SHARED=has_shared,
-            HAS_BIAS=value_bias is not None,
-            PRECISION=shape.precision,
-            num_warps=4,
-        )
+        grad_gates = _gate_gradient(shape, grad_gate, grad_y, gates, blocks, shared_value_bias, value_bias, has_shared)
         if value_bias is not None:
             sums = gates.to(x.dtype).T @ grad_y
             split = 1 if has_shared else 0
             grads[3], grads[7] = (sums[:split] if has_shared else None), sums[split:]
         kept = (grad if want else None for grad, want in zip(grads, wanted, strict=True))
         return (rounds.output, grad_gates, *[None] * 6, *kept)
+
+
+def _add_weight_gradient(
+    rounds: Rounds, first: int, channels: Tensor, source: Tensor, shared_out: Tensor | None, out: Tensor | None
+) -> None:
+    """channels^T @ source over the rows of every group in the round that starts at tile `first`."""
+    shape, plan = rounds.shape, rounds.plan
+    height = min(128, power_of_two(shape.width, 16))
+    parts = triton.cdiv(shape.width, height) * shape.experts * shape.blocks
+    weight_grad_kernel[lambda meta: (parts, triton.cdiv(shape.dim, meta["BLOCK_D"]))](
+        channels,
+        source,
+        shared_out,
+        out,
+        plan.rows,
+        plan.tile_count,
+        plan.group_tiles,
+        first,
+        rounds.tiles,
+        B=shape.blocks,
+        D=shape.dim,
+        M=shape.width,
+        TILE_ROWS=shape.tile_rows,
+        BLOCK_H=height,
+        HAS_SHARED=shared_out is not None,
+        PRECISION=shape.precision,
+    )
+
+
+def _add_bias_gradient(
+    rounds: Rounds, first: int, partial: Tensor, shared_out: Tensor | None, out: Tensor | None
+) -> None:
+    """The tiles' partial sums of every group in the round that starts at tile `first`."""
+    shape = rounds.shape
+    sizes = dict(B=shape.blocks, M=shape.width, MP=power_of_two(shape.width), HAS_SHARED=shared_out is not None)
+    bias_grad_kernel[(shape.experts * shape.blocks,)](
+        partial, shared_out, out, rounds.plan.group_tiles, first, rounds.tiles, **sizes, num_warps=4
+    )
+
+
+def _gate_gradient(
+    shape: LaunchShape,
+    partial: Tensor,
+    grad_y: Tensor,
+    gates: Tensor,
+    blocks: Tensor,
+    shared_value_bias: Tensor | None,
+    value_bias: Tensor | None,
+    has_shared: bool,
+) -> Tensor:
+    """(N, E) float32 from `partial` (N, E * B), of which only what a token executed is defined."""
+    grad_gates = torch.empty_like(gates)
+    gate_grad_kernel[(triton.cdiv(shape.n, 32),)](
+        partial,
+        grad_y,
+        gates,
+        blocks.view(torch.uint8),
+        shared_value_bias,
+        value_bias,
+        grad_gates,
+        shape.n,
+        E=shape.experts,
+        B=shape.blocks,
+        PARTS=shape.parts,
+        D=shape.dim,
+        EP=power_of_two(shape.experts, 16),
+        BLOCK_N=32,
+        BLOCK_D=min(64, power_of_two(shape.dim, 16)),
+        HAS_SHARED=has_shared,
+        HAS_BIAS=value_bias is not None,
+        PRECISION=shape.precision,
+        num_warps=4,
+    )
+    return grad_gates

@@ -12,12 +12,13 @@ import errno
 import json
 import os
 import secrets
-import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
 CONNECT_SECONDS = 30.0
@@ -59,24 +60,27 @@ class Watchdog:
         share: Callable[[str | None], str],
         on_notice: Callable[[Notice], None],
     ) -> None:
-        self.rank, self._silence = rank, silence
+        self.rank, self._silence, self._on_notice = rank, silence, on_notice
         self._host = socket.gethostname()
         self.notice: Notice | None = None
         self._told = threading.Event()
-        self._on_notice = on_notice
         self._leaving = False
         self._lock = threading.Lock()
-        self._links: dict[socket.socket, _Link] = {}
-        self._selector = selectors.DefaultSelector()
-        self._listener: socket.socket | None = None
-        place = json.loads(share(json.dumps(self._open(world_size)) if rank == 0 else None))
+        self._links: dict[Connection, tuple[int, str]] = {}  # with the rank at the other end and its host
+        self._gone: set[int] = set()  # ranks that left in peace
+        server, token = _server(world_size) if rank == 0 else None, secrets.token_hex(16)
+        here = server and (os.environ.get("MASTER_ADDR", "127.0.0.1"), server.getsockname()[1], token, self._host)
+        place = json.loads(share(json.dumps(here) if rank == 0 else None))
         if place is None:
             raise OSError("rank 0 cannot open a port")
-        address, port, self._token, name = place
-        if rank != 0:
-            hub = socket.create_connection((address, port), timeout=CONNECT_SECONDS)
-            self._add(hub, _Link(rank=0, host=name))
-            _send(hub, {"rank": rank, "token": self._token, "host": self._host})
+        address, port, token, name = place
+        if server is not None:
+            with server:
+                self._accept(server, world_size, token)
+        else:
+            hub = self._joined(socket.create_connection((address, port), timeout=CONNECT_SECONDS))
+            self._links[hub] = 0, name
+            _send(hub, {"rank": rank, "token": token, "host": self._host})
         threading.Thread(target=self._listen, name="watchdog", daemon=True).start()
 
     def tell(self, status: int) -> None:
@@ -93,76 +97,49 @@ class Watchdog:
         self._leaving = True
         self._pass_on({"bye": self.rank})
         with self._lock:
-            for end in self._ends():
-                with suppress(OSError):  # closed by the other side
-                    end.shutdown(socket.SHUT_RDWR)  # wakes the listening thread, which closes all
+            for end in self._links:
+                with suppress(OSError), socket.fromfd(end.fileno(), socket.AF_INET, socket.SOCK_STREAM) as link:
+                    link.shutdown(socket.SHUT_RDWR)  # wakes the listening thread, which closes it
 
-    def _ends(self) -> list[socket.socket]:
-        return [*self._links, *([self._listener] if self._listener else [])]
+    def _accept(self, server: socket.socket, world_size: int, token: str) -> None:
+        """Wait for the other ranks: those that show the token."""
+        limit = time.monotonic() + CONNECT_SECONDS
+        while len(self._links) < world_size - 1 and (seconds := limit - time.monotonic()) > 0:
+            server.settimeout(seconds)
+            with suppress(OSError, EOFError, ValueError, KeyError, TypeError):  # too late, or not one of us
+                end = self._joined(server.accept()[0])
+                message = json.loads(end.recv_bytes(4096)) if end.poll(5) else {}
+                if message["token"] == token:
+                    self._links[end] = int(message["rank"]), str(message["host"])
 
-    def _open(self, world_size: int) -> tuple[str, int, str, str] | None:
-        """Start to listen; returns where, the word that shows who belongs to the job, and this host's name."""
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        try:
-            self._listener = socket.create_server(("", 0), family=family, backlog=world_size, dualstack_ipv6=both)
-        except OSError:
-            return None
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        port = self._listener.getsockname()[1]
-        return os.environ.get("MASTER_ADDR", "127.0.0.1"), port, secrets.token_hex(16), self._host
+    def _joined(self, end: socket.socket) -> Connection:
+        end.settimeout(None)
+        _limit_silence(end, self._silence)
+        return Connection(end.detach())
 
     # -- the listening thread ---------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        while not self._leaving and self._selector.get_map():
-            for key, _ in self._selector.select():
-                end: Any = key.fileobj
-                if end != self._listener:
-                    self._read(end)
-                    continue
-                with suppress(OSError):  # closing
-                    self._add(end.accept()[0], _Link())
-        self._selector.close()
-        for end in self._ends():
-            end.close()
+        while self._links:
+            for end in wait(list(self._links)):
+                self._read(end)  # type: ignore[arg-type]
 
-    def _add(self, end: socket.socket, link: _Link) -> None:
-        end.settimeout(None)
-        _limit_silence(end, self._silence)
-        with self._lock:
-            self._links[end] = link
-        self._selector.register(end, selectors.EVENT_READ)
-
-    def _read(self, end: socket.socket) -> None:
-        link, silent = self._links[end], False
+    def _read(self, end: Connection) -> None:
+        rank, host = self._links[end]
         try:
-            data = end.recv(4096)
-        except OSError as error:
-            data, silent = b"", error.errno not in _CLOSED
-        if data:
-            *lines, link.rest = (link.rest + data).split(b"\n")
-            for line in lines:
-                self._understand(link, line)
-            if link.trusted or len(link.rest) < 4096:
-                return
-        self._selector.unregister(end)
-        with self._lock:
-            del self._links[end]
-        end.close()
-        if link.trusted and not link.bye and not self._leaving:
-            self._hear(Notice(link.rank, 1, "silent" if silent else "lost", link.host))
-
-    def _understand(self, link: _Link, line: bytes) -> None:
-        with suppress(ValueError, KeyError, TypeError, AttributeError):  # not one of us
-            message = json.loads(line)
-            if not link.trusted:
-                link.rank = int(message["rank"]) if message.get("token") == self._token else -1
-                link.host = str(message["host"])
-            elif "bye" in message:
-                link.bye = True
-            else:
-                self._hear(Notice(**message))
+            message = json.loads(end.recv_bytes())
+        except (EOFError, OSError) as error:
+            with self._lock:
+                del self._links[end]
+            end.close()
+            silent = isinstance(error, OSError) and error.errno not in _CLOSED
+            if rank not in self._gone and not self._leaving:
+                self._hear(Notice(rank, 1, "silent" if silent else "lost", host))
+            return
+        if "bye" in message:
+            self._gone.add(rank)
+        else:
+            self._hear(Notice(**message))
 
     def _hear(self, notice: Notice) -> None:
         if self._told.is_set():
@@ -175,24 +152,18 @@ class Watchdog:
 
     def _pass_on(self, message: dict[str, Any]) -> None:
         with self._lock:
-            for end, link in self._links.items():
-                if link.trusted:
-                    with suppress(OSError):  # it is gone itself
-                        _send(end, message)
+            for end in self._links:
+                with suppress(OSError):  # it is gone itself
+                    _send(end, message)
 
 
-@dataclass
-class _Link:
-    """The other end of a connection: its rank, -1 until it has shown the token, and the name of its host."""
-
-    rank: int = -1
-    host: str = ""
-    bye: bool = False
-    rest: bytes = field(default=b"", repr=False)
-
-    @property
-    def trusted(self) -> bool:
-        return self.rank >= 0
+def _server(world_size: int) -> socket.socket | None:
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        return socket.create_server(("", 0), family=family, backlog=world_size, dualstack_ipv6=both)
+    except OSError:
+        return None
 
 
 def _limit_silence(end: socket.socket, seconds: int) -> None:
@@ -210,5 +181,5 @@ def _limit_silence(end: socket.socket, seconds: int) -> None:
             end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _send(end: socket.socket, message: dict[str, Any]) -> None:
-    end.sendall(json.dumps(message).encode() + b"\n")
+def _send(end: Connection, message: dict[str, Any]) -> None:
+    end.send_bytes(json.dumps(message).encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import io
 import json
 import re
 import shutil
@@ -21,9 +22,11 @@ from tests.support.jobs import draw, run_job
 from tests.support.pages import Reader
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods.registry import METHODS
+from unifmoe_dist.runtime import heartbeat
 from unifmoe_dist.studies import page as page_module
-from unifmoe_dist.studies.run_report import load_run
+from unifmoe_dist.studies.run_report import load_run, run_study
 from unifmoe_dist.studies.run_report import method_costs as costs_module
+from unifmoe_dist.train.batches import TrainBatches
 
 WORDS = [*SMALL, "--steps", "2", "--model.layers", "[3]"]
 HOSTILE = "<b>x 'y' \"z\"; $(touch named) $\\frac$\n{0} %d"
@@ -127,8 +130,13 @@ def test_unif_run_in_a_folder_with_a_hostile_name(runs, capsys):
     assert "--tokens 200" in read.text and "'" in read.text  # quoted for a shell
 
 
-def test_the_three_observations_on_a_top_2_run(runs):
-    read, numbers, folder = make(runs / "top2", *FEW, "--batches", "1", "--delta", "0.95")
+def test_the_three_observations_on_a_top_2_run(runs, monkeypatch):
+    said = io.StringIO()
+    monkeypatch.setattr(heartbeat, "SECONDS", 0.01)
+    monkeypatch.setattr(heartbeat.sys, "stderr", said)
+    with heartbeat.beating():
+        read, numbers, folder = make(runs / "top2", *FEW, "--batches", "1", "--delta", "0.95")
+    assert "] reading the data of digits" in said.getvalue() and "] writing the page" in said.getvalue()
     (run,) = numbers["runs"]
     ((layer, found),) = run["diagnoses"].items()
     assert run["sample"]["items"] == 64 and found["tokens"] == 64 * 5
@@ -240,6 +248,15 @@ def test_usage_by_element_from_masks(runs, tmp_path, empty_files):
     Image.new("L", (8, 8)).save(tmp_path / "5.png")
     with pytest.raises(UserError, match="5.png is 8 x 8 pixels, but its image is 16 x 16"):
         analyze.main([str(runs / HOSTILE), "--masks", str(tmp_path), "--output", str(tmp_path / "report")])
+
+
+@pytest.mark.parametrize("sampling", ["epochs", "replacement"])
+def test_a_router_sees_batches_drawn_as_in_training(sampling, runs):
+    run = load_run(runs / "top2")
+    run.config.data.sampling, run.config.data.batch_size = sampling, 200
+    labels = torch.cat([labels for _, labels in run_study._training_batches(run, 1, "")])
+    drawn = TrainBatches(run.task, 200, run.config.seed, 0, 1, 1, 0, sampling == "replacement").step(0)
+    assert torch.equal(labels, torch.cat([labels for _, labels in drawn]))
 
 
 def test_no_report_of_a_run_takes_the_place_of_another(runs, tmp_path, empty_files, capsys):

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import unifmoe_dist
+from docs.site_hooks import options
 from launch import analyze
 from launch.train import plan_options
 from tests.support.jobs import run_job
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.train.cli import parse_train_config
-from unifmoe_dist.train.option_list import options
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path.relative_to(ROOT): path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}

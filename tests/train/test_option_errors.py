@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from docs.site_hooks import options
 from tests.support.jobs import ROOT
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.runtime import failure
 from unifmoe_dist.train.cli import load_train_config, parse_train_config, train_parser
-from unifmoe_dist.train.option_list import options
 from unifmoe_dist.train.options import OptionParser
 
 

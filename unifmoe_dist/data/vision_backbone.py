@@ -44,12 +44,7 @@ def build_backbone(
     from timm.layers import Mlp
     from timm.models.vision_transformer import VisionTransformer
 
-    if not timm.is_model(name):
-        near = difflib.get_close_matches(name, timm.list_models(), n=3)
-        raise UserError(
-            f"model.backbone {name!r} is not in timm's registry; "
-            + (f"did you mean {' or '.join(near)}?" if near else f"the default is {DEFAULT_BACKBONE}.")
-        )
+    _check_model(name, image_size)
     options: dict[str, Any] = {
         "num_classes": num_classes,
         "img_size": image_size,
@@ -57,9 +52,6 @@ def build_backbone(
         "pos_drop_rate": dropout,
         "drop_path_rate": drop_path,
     }
-    if not timm.models.is_model_in_modules(name, ["vision_transformer", "deit"]):
-        raise UserError(f"model.backbone {name!r} is no ViT; choose one such as {DEFAULT_BACKBONE}.")
-    _check_size(name, image_size)
     if pretrained is None:
         model = _from_hub(name, options)
     else:
@@ -73,15 +65,23 @@ def build_backbone(
     return model
 
 
-def _check_size(name: str, image_size: int) -> None:
-    """See that images can be cut into the model's patches.
+def _check_model(name: str, image_size: int) -> None:
+    """See that the model is a ViT, and that images can be cut into its patches.
 
     Raises:
-        UserError: they are smaller than a patch, or no whole number of patches.
+        UserError: it is none; images are smaller than a patch, or no whole number of patches.
     """
     import timm
     import torch
 
+    if not timm.is_model(name):
+        near = difflib.get_close_matches(name, timm.list_models(), n=3)
+        raise UserError(
+            f"model.backbone {name!r} is not in timm's registry; "
+            + (f"did you mean {' or '.join(near)}?" if near else f"the default is {DEFAULT_BACKBONE}.")
+        )
+    if not timm.models.is_model_in_modules(name, ["vision_transformer", "deit"]):
+        raise UserError(f"model.backbone {name!r} is no ViT; choose one such as {DEFAULT_BACKBONE}.")
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         skeleton: Any = timm.create_model(name, pretrained=False)
     patch = max(skeleton.patch_embed.patch_size)

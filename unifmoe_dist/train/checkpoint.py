@@ -114,25 +114,29 @@ def save(
             entries[path.name] = _entry(path)
     written = ranks.gather(entries)  # also a barrier: everything is on the disk
     if ranks.rank == 0:
+        record = {
+            **progress,
+            "format": FORMAT,
+            "world_size": ranks.world_size,
+            "lr": schedule.get_last_lr()[0],
+            "schedule": {k: v for k, v in schedule.state_dict().items() if isinstance(v, (int, float))},
+            **deepspeed.collect_scalars(engine),
+        }
         with _explained(final):
-            record = {
-                **progress,
-                "format": FORMAT,
-                "world_size": ranks.world_size,
-                "lr": schedule.get_last_lr()[0],
-                "schedule": {k: v for k, v in schedule.state_dict().items() if isinstance(v, (int, float))},
-                **deepspeed.collect_scalars(engine),
-            }
-            write_text(temporary / "progress.json", json.dumps(record, indent=1))
-            files = {name: entry for part in written for name, entry in part.items()}
-            files["progress.json"] = _entry(temporary / "progress.json")
-            write_text(temporary / "manifest.json", json.dumps(dict(sorted(files.items())), indent=1))
-            if final.exists():  # left by a run that was killed before `latest` named it
-                shutil.rmtree(final)
-            publish(temporary, final)
-            write_text(folder / "latest", final.name)
+            _publish(temporary, final, record, {name: entry for part in written for name, entry in part.items()})
     ranks.barrier()
     return final
+
+
+def _publish(temporary: Path, final: Path, record: dict[str, Any], files: dict[str, Any]) -> None:
+    """Let a checkpoint whose `files` are on the disk appear, with its progress and manifest."""
+    write_text(temporary / "progress.json", json.dumps(record, indent=1))
+    files["progress.json"] = _entry(temporary / "progress.json")
+    write_text(temporary / "manifest.json", json.dumps(dict(sorted(files.items())), indent=1))
+    if final.exists():  # left by a run that was killed before `latest` named it
+        shutil.rmtree(final)
+    publish(temporary, final)
+    write_text(final.parent / "latest", final.name)
 
 
 def _files(model: nn.Module, engine: Any, ranks: Ranks) -> dict[str, dict[str, Tensor]]:

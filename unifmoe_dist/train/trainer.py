@@ -142,20 +142,7 @@ class Trainer:
         """
         config = self.config
         shown = config.progress and self.ranks.rank == 0
-        if shown:
-            lines = first_lines(config, self.ranks, self.task, self.algorithm, self.folder, self.step)
-            tqdm.write("\n".join(lines), file=sys.stderr)
-            heartbeat.heard()
-        heartbeat.doing(f"step {self.step + 1} of {config.steps}")
-        bar = tqdm(  # disable=None: only on a terminal; a log file gets a line per evaluation instead
-            total=config.steps,
-            initial=self.step,
-            desc=self.task.name,
-            dynamic_ncols=True,
-            mininterval=1.0,
-            disable=None if shown else True,
-            bar_format=BAR,
-        )
+        bar = self._begin(shown)
         started = time.perf_counter()
         window: list[dict[str, Tensor]] = []
         self.algorithm.train()
@@ -195,6 +182,24 @@ class Trainer:
             self._validate()
             self._name_best(f"step-{self.step:06d}")
         return self._finish()
+
+    def _begin(self, shown: bool) -> tqdm:
+        """Say what is trained, and make the bar."""
+        config = self.config
+        if shown:
+            lines = first_lines(config, self.ranks, self.task, self.algorithm, self.folder, self.step)
+            tqdm.write("\n".join(lines), file=sys.stderr)
+            heartbeat.heard()
+        heartbeat.doing(f"step {self.step + 1} of {config.steps}")
+        return tqdm(  # disable=None: only on a terminal; a log file gets a line per evaluation instead
+            total=config.steps,
+            initial=self.step,
+            desc=self.task.name,
+            dynamic_ncols=True,
+            mininterval=1.0,
+            disable=None if shown else True,
+            bar_format=BAR,
+        )
 
     def _log_training(self, window: list[dict[str, Tensor]]) -> list[str]:
         if not window:

@@ -19,7 +19,7 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import AppliedStep, ChangedRows
 from unifmoe_dist.methods.balanced_kmeans import balanced_kmeans
 from unifmoe_dist.methods.gated import GatedExpertLayer, Gating
-from unifmoe_dist.methods.noisy_top_k import NoisyTopKConfig, noisy_top_k
+from unifmoe_dist.methods.noisy_top_k import NoisyTopKConfig, noisy_top_k, renormalised
 
 
 @checked(frozen=True)
@@ -129,5 +129,4 @@ class EMoELearnLayer(EMoELayer):
         return []
 
     def _coefficients(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        gates = torch.where(chosen, scores, 0)
-        return gates / gates.sum(-1, keepdim=True) if self.config.top_k > 1 else gates
+        return renormalised(scores, chosen, self.config.top_k)

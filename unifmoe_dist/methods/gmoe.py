@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unifmoe_dist.methods.gated import GatedExpertLayer, Gating
-from unifmoe_dist.methods.noisy_top_k import NoisyTopKConfig, noisy_top_k
+from unifmoe_dist.methods.noisy_top_k import NoisyTopKConfig, noisy_top_k, renormalised
 
 PROJECTION_DIM = 256
 LARGEST_SCALE = 100.0
@@ -66,7 +66,4 @@ class GMoELayer(GatedExpertLayer[NoisyTopKConfig]):
 
     def _gate(self, x: Tensor) -> Gating:
         choice = noisy_top_k(self.router(x), self.config.top_k, self.gate_noise, self.training, self.config.load_loss)
-        gates = torch.where(choice.chosen, choice.scores, 0)
-        if self.config.top_k > 1:
-            gates = gates / gates.sum(-1, keepdim=True)
-        return Gating(choice.scores, gates, choice.auxiliary)
+        return Gating(choice.scores, renormalised(choice.scores, choice.chosen, self.config.top_k), choice.auxiliary)

@@ -59,6 +59,12 @@ def noisy_top_k(
     return NoisyChoice(scores, chosen, load_importance_loss(logits_NK, weakest_N1, deviation, load_loss))
 
 
+def renormalised(scores_NK: Tensor, chosen_NK: Tensor, top_k: int) -> Tensor:
+    """The chosen experts' scores, 0 elsewhere; of several experts they are divided by their sum."""
+    gates_NK = torch.where(chosen_NK, scores_NK, 0)
+    return gates_NK / gates_NK.sum(-1, keepdim=True) if top_k > 1 else gates_NK
+
+
 def load_importance_loss(
     logits_NK: Tensor, weakest_N1: Tensor, deviation: float, load_loss: LoadLoss = "tutel"
 ) -> Tensor:

@@ -7,7 +7,6 @@ all ranks meet the same error, a lock file shared by the ranks of a node lets on
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import socket
@@ -87,7 +86,7 @@ def leave_for(error: BaseException) -> NoReturn:
         if watchdog is not None:
             watchdog.tell(status)
         _exit(status)
-    if earlier["digest"] != _digest(message):
+    if earlier["message"] != message:
         own = "" if _is_communication(error) else f" (and this one: {type(error).__name__}: {error})"
         print(f"rank {rank} stops because rank {earlier['rank']} failed{own}", file=sys.stderr, flush=True)
     time.sleep(LINGER_SECONDS)
@@ -139,19 +138,13 @@ def _leave_with(notice: Notice) -> NoReturn:
     _speaking.acquire()
     rank = os.environ.get("RANK", "0")
     there = f" on {notice.host}" if notice.host != socket.gethostname() else ""
-    if notice.how == "silent":
-        why = (
-            f"rank {notice.rank}{there} no longer answers: its host is down, or the network between the hosts is "
-            "cut; once that is mended, the same command with --resume continues the run"
-        )
-    elif notice.how == "lost":
-        why = (
-            f"rank {notice.rank} was lost{there}: its process ended without a message (killed, out of memory, or "
-            "crashed)"
-        )
-    else:
-        why = f"rank {notice.rank} failed{there}"
-    print(f"rank {rank} stops because {why}", file=sys.stderr, flush=True)
+    why = {
+        "silent": f"{there} no longer answers: its host is down, or the network between the hosts is cut; once that is "
+        "mended, the same command with --resume continues the run",
+        "lost": f" was lost{there}: its process ended without a message (killed, out of memory, or crashed)",
+        "failed": f" failed{there}",
+    }
+    print(f"rank {rank} stops because rank {notice.rank}{why[notice.how]}", file=sys.stderr, flush=True)
     time.sleep(LINGER_SECONDS)
     _exit(notice.status)
 
@@ -165,7 +158,7 @@ def _exit(status: int) -> NoReturn:
 
 
 def _claim(rank: int, message: str) -> dict[str, Any] | None:
-    """Become the one rank of this node that speaks, or learn which rank that is and the digest of what it said.
+    """Become the one rank of this node that speaks, or learn which rank that is and what it said.
 
     Ranks of a node have the same parent, the launcher. A claim from before this process began is another job's.
     """
@@ -185,7 +178,7 @@ def _claim(rank: int, message: str) -> dict[str, Any] | None:
                 pass  # new, or not ours
             handle.seek(0)
             handle.truncate()
-            json.dump({"rank": rank, "digest": _digest(message), "time": time.time()}, handle)
+            json.dump({"rank": rank, "message": message, "time": time.time()}, handle)
     except OSError:
         pass  # better said twice than never
     return None
@@ -201,7 +194,3 @@ def _remove_old(path: Path) -> None:
         if launcher.isdecimal() and not psutil.pid_exists(int(launcher)):
             with suppress(OSError):
                 old.unlink()
-
-
-def _digest(message: str) -> str:
-    return hashlib.sha256(message.encode()).hexdigest()

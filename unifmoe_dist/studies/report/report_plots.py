@@ -104,7 +104,7 @@ def _comparison(results: Sequence[Result], task: str) -> Figure:
     """Accuracy against computation over methods, and a panel for each ablation and parameter study."""
     planned = planned_methods(results, [task])
     ablated = {method: _DECISIONS[method] for method in planned if method in _DECISIONS}
-    ablated = ablated if len(ablated) > ("unif" in ablated) else {}
+    ablated = ablated if any(find_method(method).family == "ablation" for method in ablated) else {}
     studies = [name for name in STUDIES if any(method.startswith(f"unif-{name}-") for method in planned)]
     small = len(studies) + bool(ablated)
     figure = new_figure(13 if small else 8, 7.4 if small > 2 else 5.4)

@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> None:
         sweep(options)
     study, points = scaling_study.read_study(folder), scaling_study.read_points(folder)
     try:
-        found = cost_model.check(points, study)
+        found = cost_model.check(points, study, unchecked=options.predict is not None)
     except UserError as error:
         if options.predict is not None:
             raise

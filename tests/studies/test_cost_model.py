@@ -167,6 +167,17 @@ def test_too_few_points_say_how_many_are_enough(ranks, batches):
         cost_model.check([*others[:-1], *largest], Study())
 
 
+def test_a_prediction_may_rest_on_points_none_of_which_is_held_out():
+    """Eight points are too few to hold some out; the text says that the error is not known."""
+    made = measured(CostModel(TRUE), workloads(1)[0])
+    points = [Point(Layout(k, n, 1, 8, "local", 1), made) for n in (1, 2) for k in (2, 4, 8, 16)]
+    found = cost_model.check(points, Study(), unchecked=True)
+    assert found.points == {"fitted": points} and found.errors.keys() == {"fitted"}
+    assert "held out: none" in cost_model.format_check(found)
+    with pytest.raises(UserError, match="at least 6 points"):
+        cost_model.check(points[:5], Study(), unchecked=True)
+
+
 def test_predictions_say_what_their_last_column_is():
     prediction = Prediction(4, 2, dict.fromkeys(cost_model.PARTS_OF_TERM, 0.001), 1000.0, 1.07)
     text = format_predictions([prediction], Cluster(2, 4, 100.0, 100.0, 0.0, 0.0), "H100")

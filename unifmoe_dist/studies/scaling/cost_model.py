@@ -215,13 +215,18 @@ def _below_largest(points: Sequence[Point]) -> list[Point]:
     return [p for p in points if p.layout.experts < max(x.experts for x in layouts if x.ranks == p.layout.ranks)]
 
 
-def check(points: Sequence[Point], study: Study) -> Check:
-    """Fit to a part of the points and predict the rest. Raises UserError for too few, or those of several devices."""
+def check(points: Sequence[Point], study: Study, unchecked: bool = False) -> Check:
+    """Fit to a part of the points and predict the rest. Raises UserError for too few, or those of several devices.
+
+    `unchecked` fits to all where they are enough for that, but not for holding some out.
+    """
     points = described(points)
     devices = sorted({p.result.device for p in points})
     if len(devices) > 1:
         raise UserError(f"the points come from several devices ({', '.join(devices)}); fit a sweep of one device.")
     fitted, held_out = hold_out(points)
+    if unchecked and len(fitted) < _LEAST_POINTS <= len(points):
+        fitted, held_out = list(points), []
     if len(fitted) < _LEAST_POINTS:
         below = next(n for n in count(_LEAST_POINTS) if n - n // 4 >= _LEAST_POINTS)  # of them every fourth is held out
         raise UserError(
@@ -230,7 +235,7 @@ def check(points: Sequence[Point], study: Study) -> Check:
             "all: the same command with more values of --experts or --batch measures what is missing."
         )
     model = CostModel.fit([workload(p, study) for p in fitted], [p.result for p in fitted])
-    groups = {"fitted": fitted, "held out": held_out}
+    groups = {"fitted": fitted, "held out": held_out} if held_out else {"fitted": fitted}
     errors = {name: [abs(model.step(p, study) / p.result.step - 1) for p in group] for name, group in groups.items()}
     return Check(model, groups, errors)
 
@@ -249,6 +254,8 @@ def format_check(result: Check) -> str:
             f"\n{name}: {len(errors)} points, relative error of the step {100 * np.mean(errors):.1f} % on average, "
             f"at most {100 * errors[worst]:.1f} % ({result.points[name][worst].layout})"
         )
+    if "held out" not in result.errors:
+        lines.append("\nheld out: none, so the error on other points is not known; measure more to hold some out")
     return "\n".join(lines)
 
 

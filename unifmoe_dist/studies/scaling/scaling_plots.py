@@ -147,7 +147,7 @@ def plot_check(result: Check, study: Study, path: Path) -> Path:
     figure = new_figure(5.2, 4.6)
     axis = figure.subplots()
     limits = []
-    for (name, points), colour, marker in zip(result.points.items(), ("#2166ac", "#d55e00"), "oD", strict=True):
+    for (name, points), colour, marker in zip(result.points.items(), ("#2166ac", "#d55e00"), "oD", strict=False):
         measured = [1e3 * p.result.step for p in points]
         predicted = [1e3 * result.model.step(p, study) for p in points]
         axis.scatter(measured, predicted, color=colour, marker=marker, s=28, label=name, zorder=3)

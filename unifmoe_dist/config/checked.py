@@ -42,7 +42,7 @@ Options = TypeVar("Options")
 
 _LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 _RANGE = {"greater_than_equal", "greater_than", "less_than_equal", "less_than", "finite_number"}
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "null"}
+_WORDS = {int: "a whole number", float: "a number", str: "a text", type(None): "null"}
 
 
 @dataclass_transform(field_specifiers=(field,))
@@ -91,6 +91,8 @@ def _values(kind: Any) -> Iterator[str]:
     elif get_origin(kind) in (Union, types.UnionType):
         for part in get_args(kind):
             yield from _values(part)
+    elif kind is bool:
+        yield from ("true", "false")
     elif get_origin(kind) in (list, tuple):
         plural = " or ".join(_values(get_args(kind)[0])).removeprefix("a ") + "s"
         yield f"{len(get_args(kind))} {plural}" if get_origin(kind) is tuple else f"a list of {plural}"
@@ -112,15 +114,22 @@ def _sentence(cls: Any, group: str, values: Sequence[Any], options: Mapping[str,
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])  # a sentence of the class itself
     names = [field.name for field in fields(cls)]
+    in_order = [field.name for field in fields(cls) if not field.kw_only]
     place = first["loc"][0]
-    if place not in names and not isinstance(place, int) or place == len(names):
-        return f"there is no option {group}{place}; choose from {', '.join(names)}."
-    name = names[place] if isinstance(place, int) else place
-    if first["type"] == "missing":
+    if isinstance(place, int) and place >= len(in_order):
+        return f"{cls.__name__} takes at most {len(in_order)} values without a name, not {len(values)}."
+    name = in_order[place] if isinstance(place, int) else place
+    if name not in names:
+        return f"there is no option {group}{name}; choose from {', '.join(names)}."
+    if first["type"] == "multiple_argument_values":
+        return f"{group}{name} is given twice, by its place and by its name; leave one out."
+    given = {**dict(zip(in_order, values, strict=False)), **options}
+    if name not in given:
         return f"{group}{name} must be given."
     words = words_of(get_type_hints(cls)[name])
     if first["type"] in _RANGE:
-        limits = dict.fromkeys(_limits(get_type_hints(cls, include_extras=True)[name]))
-        words = [" and ".join(limits) or "finite", *(word for word in words if "number" not in word)]
-    value = {**dict(zip(names, values, strict=False)), **options}[name]
-    return f"{group}{name} must be {listed(words, 'or')}, not {value!r}."
+        limits = list(dict.fromkeys(_limits(get_type_hints(cls, include_extras=True)[name])))
+        if first["type"] == "finite_number":
+            limits = ["finite", *limits]
+        words = [" and ".join(limits), *(word for word in words if "number" not in word)]
+    return f"{group}{name} must be {listed(words, 'or')}, not {given[name]!r}."

@@ -7,6 +7,7 @@ import importlib.util
 import multiprocessing.forkserver
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # distributed tests start several processes on few cores
@@ -19,6 +20,9 @@ own_folder()
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+
+RANK_NAMES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+NAMES_AT_START = set(os.environ)
 
 # One server forks the processes of the tests and of what they test. With a GPU it may not touch CUDA.
 multiprocessing.set_forkserver_preload(
@@ -53,6 +57,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         compile_for_ranks()
     gc.collect()
     gc.freeze()  # no collection goes over the libraries and the tests again
+
+
+@pytest.fixture(autouse=True)
+def no_rank_of_another_test() -> Iterator[None]:
+    """A command called here makes this process a job of one rank, which the libraries of a later test would join."""
+    for name in RANK_NAMES - NAMES_AT_START:
+        os.environ.pop(name, None)
+    yield
+    for name in RANK_NAMES - NAMES_AT_START:
+        os.environ.pop(name, None)
 
 
 @pytest.fixture(scope="session")

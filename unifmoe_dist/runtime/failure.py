@@ -137,14 +137,14 @@ def _leave_after_grace(notice: Notice) -> None:
 def _leave_with(notice: Notice) -> NoReturn:
     _speaking.acquire()
     rank = os.environ.get("RANK", "0")
-    there = f" on {notice.host}" if notice.host != socket.gethostname() else ""
+    gone, there = notice.rank, f" on {notice.host}" if notice.host != socket.gethostname() else ""
     why = {
-        "silent": f"{there} no longer answers: its host is down, or the network between the hosts is cut; once that is "
-        "mended, the same command with --resume continues the run",
-        "lost": f" was lost{there}: its process ended without a message (killed, out of memory, or crashed)",
-        "failed": f" failed{there}",
+        "silent": f"rank {gone}{there} no longer answers: its host is down, or the network between the hosts is cut; "
+        "once that is mended, the same command with --resume continues the run",
+        "lost": f"rank {gone} was lost{there}: its process ended without a message (killed, out of memory, or crashed)",
+        "failed": f"rank {gone} failed{there}",
     }
-    print(f"rank {rank} stops because rank {notice.rank}{why[notice.how]}", file=sys.stderr, flush=True)
+    print(f"rank {rank} stops because {why[notice.how]}", file=sys.stderr, flush=True)
     time.sleep(LINGER_SECONDS)
     _exit(notice.status)
 

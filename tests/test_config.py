@@ -122,6 +122,12 @@ def test_dataclasses_as_before():
     assert UniFMoEConfig.num_experts == 6 and TrainConfig.steps == 800 and ModelConfig(layers=(1,)).layers == [1]
 
 
+def test_paths_are_taken_for_texts(tmp_path):
+    config = TrainConfig(output=tmp_path, data=DataConfig(task="pacs", root=tmp_path / "data"))
+    assert (config.output, config.data.root) == (str(tmp_path), str(tmp_path / "data"))
+    assert replace(config, output=tmp_path / "b").output == str(tmp_path / "b")
+
+
 def test_options_change_together_or_not_at_all():
     config = with_options(TrainConfig(), {"model.moe": "emoe", "model.num_experts": 24, "model.top_k": 8})
     assert (config.model.moe, config.model.top_k) == ("emoe", 8)

@@ -15,6 +15,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, fields, is_dataclass, replace
 from functools import wraps
+from os import PathLike, fspath
 from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
@@ -49,7 +50,7 @@ _WORDS = {int: "a whole number", float: "a number", str: "a text", type(None): "
 def checked(*, group: str = "", frozen: bool = False) -> Callable[[type[Options]], type[Options]]:
     """A dataclass whose fields are checked when it is made; `group` stands before their names in messages.
 
-    Its `__init__` raises UserError, with one sentence.
+    Its `__init__` takes a path for a text, and raises UserError, with one sentence.
     """
 
     def decorate(cls: type[Options]) -> type[Options]:
@@ -59,6 +60,7 @@ def checked(*, group: str = "", frozen: bool = False) -> Callable[[type[Options]
 
         @wraps(check)
         def __init__(self: Any, *values: Any, **options: Any) -> None:
+            options = {name: fspath(v) if isinstance(v, PathLike) else v for name, v in options.items()}
             try:
                 check(self, *values, **options)
             except ValidationError as error:

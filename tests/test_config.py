@@ -87,7 +87,7 @@ def test_config_errors(kwargs, words):
         (lambda: UniFMoEConfig(16, 24, model_dim=16), "model_dim is given twice, by its place and by its name"),
         (lambda: OptimConfig(betas=(0.9,)), "optim.betas must be 2 numbers, not (0.9,)."),
         (lambda: OptimConfig(betas=(0.9, 0.99, 1)), "optim.betas must be 2 numbers, not (0.9, 0.99, 1)."),
-        (lambda: TrainConfig(optim={"lr": 1}), "optim must be options made by OptimConfig, not {'lr': 1}."),
+        (lambda: TrainConfig(optim={"lr": 1}), "optim must be an OptimConfig, not {'lr': 1}."),
         (lambda: TrainConfig(resume="x"), "resume must be true, false or auto, not 'x'."),
         (lambda: UniFMoEConfig(16, 24, 0), "num_experts must be at least 1, not 0."),
         (lambda: TopKConfig(16, 24, 3, 4, top_k=4), "top_k 4 must be a whole number from 1 to num_experts 3."),

@@ -99,7 +99,7 @@ def _values(kind: Any) -> Iterator[str]:
         plural = " or ".join(_values(get_args(kind)[0])).removeprefix("a ") + "s"
         yield f"{len(get_args(kind))} {plural}" if get_origin(kind) is tuple else f"a list of {plural}"
     else:
-        yield _WORDS.get(kind, f"options made by {kind.__name__}")
+        yield _WORDS.get(kind, f"{'an' if kind.__name__[0] in 'AEIO' else 'a'} {kind.__name__}")
 
 
 def _limits(kind: Any) -> Iterator[str]:

@@ -45,6 +45,10 @@ def layer_grads(layer: UniFMoELayer) -> list[list[torch.Tensor]]:
             tensors.append(bank.values.grad[e].T)
             if bank.value_bias is not None:
                 tensors.append(bank.by_expert(bank.value_bias.grad)[e])
+            if bank.gate_keys is not None:
+                tensors.append(bank.gate_keys.grad[e])
+            if bank.gate_key_bias is not None:
+                tensors.append(bank.by_expert(bank.gate_key_bias.grad)[e])
             result.append(tensors)
     return result
 
@@ -75,13 +79,15 @@ def assert_matches(layer: UniFMoELayer, x: torch.Tensor, activation=F.gelu, tol=
     seed=st.integers(0, 10_000),
     spread=st.sampled_from([0.1, 1.0, 4.0]),
     ablation=ABLATIONS,
+    gated=st.booleans(),
 )
-def test_matches_the_equations(n, d, block, blocks, experts, bias, seed, spread, ablation):
+def test_matches_the_equations(n, d, block, blocks, experts, bias, seed, spread, ablation, gated):
     experts = max(experts, ablation.get("fixed_experts", 1))
-    layer = make_layer(d, block * blocks, experts, blocks, bias=bias, seed=seed, spread=spread, **ablation)
+    layer = make_layer(d, block * blocks, experts, blocks, bias=bias, seed=seed, spread=spread, gated=gated, **ablation)
     assert_matches(layer, torch.randn(n, d))
 
 
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
     "name,function",
     [
@@ -94,8 +100,8 @@ def test_matches_the_equations(n, d, block, blocks, experts, bias, seed, spread,
         ("identity", lambda x: x),
     ],
 )
-def test_activations(name, function):
-    assert_matches(make_layer(activation=name), torch.randn(7, 16), function)
+def test_activations(name, function, gated):
+    assert_matches(make_layer(activation=name, gated=gated), torch.randn(7, 16), function)
 
 
 @pytest.mark.parametrize("choices", [dict(shared_demand=0.4), dict(fixed_experts=2), dict(block_choice="prefix")])
@@ -210,9 +216,10 @@ def test_token_mask_costs_nothing_and_counts_nowhere():
         layer(x, token_mask=mask[:, :2])
 
 
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("dtype,tol", [(torch.bfloat16, 5e-2), (torch.float16, 1e-2)])
-def test_half_precision(dtype, tol):
-    layer = make_layer(d=32, hidden=64, blocks=8).to(dtype)
+def test_half_precision(dtype, tol, gated):
+    layer = make_layer(d=32, hidden=64, blocks=8, gated=gated).to(dtype)
     x = torch.randn(12, 32, dtype=dtype, requires_grad=True)
     grad = torch.randn_like(x)
     y = layer(x)
@@ -239,13 +246,15 @@ def test_what_is_no_floating_point_tensor_is_one_sentence(call, x):
     e=st.integers(1, 5),
     seed=st.integers(0, 1000),
     bias=st.booleans(),
+    gated=st.booleans(),
+    activation=st.sampled_from(["gelu", "silu", "relu"]),
     kept_ffns=st.sampled_from([0, 3]),
     chunk_rows=st.sampled_from([0, 9, 8192]),
 )
-def test_grouped_kernel_equals_reference_kernel(n, e, seed, bias, kept_ffns, chunk_rows):
+def test_grouped_kernel_equals_reference_kernel(n, e, seed, bias, gated, activation, kept_ffns, chunk_rows):
     """Also for masks and gates that routing would never make: no block at all, no expert at all."""
     torch.manual_seed(seed)
-    layer = make_layer(d=8, hidden=12, experts=e, blocks=3, bias=bias, seed=seed).double()
+    layer = make_layer(8, 12, e, 3, activation, bias, seed, gated=gated).double()
     x = torch.randn(n, 8, dtype=torch.float64, requires_grad=True)
     gates = (torch.rand(n, e) * (torch.rand(n, e) > 0.5)).double().requires_grad_()
     blocks = torch.rand(n, 3) > 0.5
@@ -253,9 +262,10 @@ def test_grouped_kernel_equals_reference_kernel(n, e, seed, bias, kept_ffns, chu
     assert_kernels_agree(x, gates, blocks, layer.experts, grad, kept_ffns, chunk_rows)
 
 
-def test_only_selected_blocks_are_computed():
+@pytest.mark.parametrize("gated", [False, True])
+def test_only_selected_blocks_are_computed(gated):
     """Poisoned weights of a block that no token needs must not reach the output."""
-    layer = make_layer(blocks=4)
+    layer = make_layer(blocks=4, gated=gated)
     x = torch.randn(1, 16)
     shared = layer.route(x).shared_blocks[0]
     with torch.no_grad():
@@ -276,6 +286,49 @@ def test_load_and_read_back():
         layer.load_ffn(3, up, ub, down, db)
     with pytest.raises(UserError, match=r"\(24, 16\)"):
         layer.load_ffn(0, up.T, ub, down, db)
+
+
+def test_load_and_read_back_gated():
+    layer = make_layer(gated=True)
+    given = [torch.randn(24, 16), torch.randn(24), torch.randn(16, 24), torch.randn(16), torch.randn(24, 16), None]
+    layer.load_ffn(1, *given)
+    got = layer.ffn_weights(1)
+    assert all(torch.equal(a, b) for a, b in zip(got, [*given[:5], torch.zeros(24)], strict=True))
+    assert not torch.equal(layer.ffn_weights(0)[4], given[4])
+    layer.load_dense(*given)
+    for expert in ("shared", 0, 1, 2):
+        assert torch.equal(layer.ffn_weights(expert)[4], given[4])
+    with pytest.raises(UserError, match=r"gate_weight has shape None, but this layer needs \(24, 16\)"):
+        layer.load_ffn(0, *given[:4])
+    with pytest.raises(UserError, match="gate_weight was given, but this layer was made with gated=False"):
+        make_layer().load_ffn(0, *given)
+    with pytest.raises(UserError, match="gate_bias was given, but this layer was made with bias=False"):
+        make_layer(gated=True, bias=False).load_ffn(0, given[0], None, given[2], None, given[4], torch.ones(24))
+
+
+def test_prototypes_of_a_gated_layer_are_those_of_its_gate():
+    layer, x = make_layer(gated=True), torch.randn(5, 16)
+    want = layer.shared.gate_keys[0].view(4, 6, 16).mean(1)
+    torch.testing.assert_close(layer.shared.prototypes()[0], want)
+    before = layer.route(x).shared_blocks
+    with torch.no_grad():
+        layer.shared.keys.normal_()
+    assert torch.equal(layer.route(x).shared_blocks, before)
+
+
+def test_plain_layers_are_as_they_were():
+    """Neither parameters nor saved tensors tell of gates."""
+    names = [
+        "router.weight",
+        *(f"{b}.{n}" for b in ("experts", "shared") for n in ("keys", "values", "key_bias", "value_bias")),
+    ]
+    layer = make_layer()
+    assert sorted(dict(layer.named_parameters())) == sorted(names)
+    assert set(layer.state_dict()) - {*names} == set(dict(layer.named_buffers()))
+    gated = [name for name, _ in make_layer(gated=True).named_parameters()]
+    assert sorted(set(gated) - {*names}) == sorted(
+        f"{b}.{n}" for b in ("experts", "shared") for n in ("gate_keys", "gate_key_bias")
+    )
 
 
 def test_all_experts_start_as_copies_and_router_orthonormal():

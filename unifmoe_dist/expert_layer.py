@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from unifmoe_dist.config import ExpertLayerConfig
 from unifmoe_dist.dispatch import make_dispatcher
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.experts import BlockExperts
+from unifmoe_dist.experts import FFN, BlockExperts
 from unifmoe_dist.kernels import HiddenDropout
 from unifmoe_dist.lending import bare
 from unifmoe_dist.replicas import mark_parts, refuse_replicated
@@ -108,14 +108,19 @@ class ExpertLayer(nn.Module, Generic[Config]):
     def _make_experts(self, count: int) -> BlockExperts:
         """`count` experts of the width of the dense FFN."""
         c = self.config
-        return BlockExperts(count, c.model_dim, c.hidden_dim, c.num_blocks, c.activation, c.bias)
+        return BlockExperts(count, c.model_dim, c.hidden_dim, c.num_blocks, c.activation, c.bias, c.gated)
 
     def reset_parameters(self) -> None:
         """All experts start from one random dense FFN."""
-        config = self.config
-        up = nn.Linear(config.model_dim, config.hidden_dim, config.bias)
-        down = nn.Linear(config.hidden_dim, config.model_dim, config.bias)
-        self.load_dense(up.weight, up.bias, down.weight, down.bias)
+        self.load_dense(*self._random_dense())
+
+    def _random_dense(self) -> FFN:
+        """A random dense FFN, as torch starts its parts."""
+        c = self.config
+        parts = [nn.Linear(c.model_dim, c.hidden_dim, c.bias), nn.Linear(c.hidden_dim, c.model_dim, c.bias)]
+        if c.gated:
+            parts.append(nn.Linear(c.model_dim, c.hidden_dim, c.bias))
+        return tuple(tensor for part in parts for tensor in (part.weight, part.bias))  # type: ignore[return-value]
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
@@ -193,11 +198,17 @@ class ExpertLayer(nn.Module, Generic[Config]):
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def load_dense(
-        self, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor, down_bias: Tensor | None
+        self,
+        up_weight: Tensor,
+        up_bias: Tensor | None,
+        down_weight: Tensor,
+        down_bias: Tensor | None,
+        gate_weight: Tensor | None = None,
+        gate_bias: Tensor | None = None,
     ) -> None:
-        """Start every expert from one dense FFN, in nn.Linear layouts (H, d), (H,), (d, H), (d,)."""
+        """Start every expert from one dense FFN, as `load_ffn` takes it."""
         for bank in self.banks():
-            bare(bank).initialise((up_weight, up_bias, down_weight, down_bias))
+            bare(bank).initialise((up_weight, up_bias, down_weight, down_bias, gate_weight, gate_bias))
 
     def banks(self) -> list[BlockExperts]:
         """All banks of experts on this rank: those that every rank holds, and this rank's share."""
@@ -210,18 +221,21 @@ class ExpertLayer(nn.Module, Generic[Config]):
         up_bias: Tensor | None,
         down_weight: Tensor,
         down_bias: Tensor | None,
+        gate_weight: Tensor | None = None,
+        gate_bias: Tensor | None = None,
     ) -> None:
-        """Copy a dense FFN, in nn.Linear layouts (H, d), (H,), (d, H), (d,), into one expert.
+        """Copy a dense FFN, in nn.Linear layouts (H, d), (H,), (d, H), (d,), gated (H, d), (H,), into one expert.
 
         Args:
             expert: A name in `replicated` or a global index 0..K-1; an expert that another rank holds is skipped here.
+            gate_weight, gate_bias: The projection under the activation, of a gated FFN; else None.
         """
         bank, index = self._locate(expert)
         if 0 <= index < (1 if expert in self.replicated else self.num_local_experts):
-            bare(bank).load(index, up_weight, up_bias, down_weight, down_bias)
+            bare(bank).load(index, up_weight, up_bias, down_weight, down_bias, gate_weight, gate_bias)
 
-    def ffn_weights(self, expert: str | int) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        """One expert in nn.Linear layouts, the inverse of `load_ffn`: copies, detached.
+    def ffn_weights(self, expert: str | int) -> FFN:
+        """One expert in nn.Linear layouts, the inverse of `load_ffn`: copies, detached; six tensors if it is gated.
 
         Under expert parallelism any rank gets any expert; every rank of the group must call, and each may ask for
         another expert.
@@ -237,12 +251,11 @@ class ExpertLayer(nn.Module, Generic[Config]):
         """Ranks over which the experts are sharded; None where all are here."""
         return getattr(self.dispatcher, "group", None)
 
-    def _collect(self, expert: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    def _collect(self, expert: int, group: dist.ProcessGroup) -> FFN:
         asked = torch.tensor([expert], device=bare(self.experts).keys.device)
         gathered = [torch.empty_like(asked) for _ in range(dist.get_world_size(group))]
         dist.all_gather(gathered, asked, group=group)
         local = self.num_local_experts
-        answer: list[Tensor | None] = []
         for wanted in sorted({int(t) for t in gathered}):
             source = dist.get_global_rank(group, wanted // local)
             index = wanted - self.first_expert
@@ -252,8 +265,8 @@ class ExpertLayer(nn.Module, Generic[Config]):
                 if tensor is not None:
                     dist.broadcast(tensor, source, group=group)
             if wanted == expert:
-                answer = list(tensors)
-        return answer[0], answer[1], answer[2], answer[3]  # type: ignore[return-value]
+                answer = tensors
+        return answer
 
     def _locate(self, expert: str | int) -> tuple[BlockExperts, int]:
         if expert in self.replicated:
@@ -268,5 +281,5 @@ class ExpertLayer(nn.Module, Generic[Config]):
         config = self.config
         return (
             f"d={config.model_dim}, H={config.hidden_dim}, K={config.num_experts}, B={config.num_blocks}, "
-            f"activation={config.activation}"
+            f"activation={config.activation}{', gated' if config.gated else ''}"
         )

@@ -1,13 +1,14 @@
 """Weights of block-partitioned experts.
 
 An expert is kept as keys (H, D) and values (H, D): channel h reads the token through keys[h] and writes values[h],
-so block b is the contiguous slice b*M .. (b+1)*M of both, and a grouped product needs no copy.
+so block b is the contiguous slice b*M .. (b+1)*M of both, and a grouped product needs no copy. A gated expert has gate
+keys (H, D) too, under the activation, whose value is multiplied with what the keys read.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,11 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.lending import Lender
 from unifmoe_dist.replicas import unmarked
 
-BIASES = ("key_bias", "value_bias")
-"""Parameters of `BlockExperts` in one dimension: (E * H,) and (E * D,)."""
+BIASES = ("key_bias", "value_bias", "gate_key_bias")
+"""Parameters of `BlockExperts` in one dimension: (E * H,), (E * D,) and (E * H,)."""
+
+FFN: TypeAlias = tuple[Tensor, Tensor | None, Tensor, Tensor | None, *tuple[Tensor | None, ...]]
+"""nn.Linear's weights of an FFN: up (H, D), (H,), down (D, H), (D,), and where it is gated the gate's (H, D), (H,)."""
 
 
 def bias_like(saved: Tensor, own: Tensor) -> Tensor:
@@ -27,7 +31,10 @@ def bias_like(saved: Tensor, own: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """Tensors of E experts: keys and values (E, H, D), key_bias (E, H) or None, value_bias (E, D) or None."""
+    """Tensors of E experts: keys and values (E, H, D), key_bias (E, H) or None, value_bias (E, D) or None.
+
+    Gated ones have gate_keys (E, H, D) and gate_key_bias, like key_bias; None where they are not gated.
+    """
 
     keys: Tensor
     values: Tensor
@@ -35,6 +42,8 @@ class ExpertWeights:
     value_bias: Tensor | None
     num_blocks: int
     activation: str
+    gate_keys: Tensor | None = None
+    gate_key_bias: Tensor | None = None
 
 
 class BlockExperts(Lender):
@@ -49,12 +58,20 @@ class BlockExperts(Lender):
         num_blocks: Blocks B.
         activation: Name of the activation.
         bias: Whether channels and outputs have biases.
+        gated: Whether the activation is that of a gate (SwiGLU, GeGLU and the like).
     """
 
     main = ("keys", 3)
 
     def __init__(
-        self, num_experts: int, model_dim: int, hidden_dim: int, num_blocks: int, activation: str, bias: bool
+        self,
+        num_experts: int,
+        model_dim: int,
+        hidden_dim: int,
+        num_blocks: int,
+        activation: str,
+        bias: bool,
+        gated: bool = False,
     ) -> None:
         super().__init__()
         self.num_blocks = num_blocks
@@ -64,15 +81,19 @@ class BlockExperts(Lender):
         # One expert after another in one dimension, by which optimisers tell biases from matrices.
         self.key_bias = nn.Parameter(torch.empty(num_experts * hidden_dim)) if bias else None
         self.value_bias = nn.Parameter(torch.empty(num_experts * model_dim)) if bias else None
+        self.gate_keys = nn.Parameter(torch.empty_like(self.keys)) if gated else None
+        self.gate_key_bias = nn.Parameter(torch.empty(num_experts * hidden_dim)) if gated and bias else None
 
-    def initialise(self, weights: tuple[Tensor, Tensor | None, Tensor, Tensor | None]) -> None:
+    def initialise(self, weights: FFN) -> None:
         """Copy one dense FFN into every expert."""
         for index in range(self.keys.shape[0]):
             self.load(index, *weights)
 
     def weights(self) -> ExpertWeights:
-        key_bias, value_bias = self.by_expert(self.key_bias), self.by_expert(self.value_bias)
-        return ExpertWeights(self.keys, self.values, key_bias, value_bias, self.num_blocks, self.activation)
+        key_bias, value_bias, gate_bias = (self.by_expert(getattr(self, name)) for name in BIASES)
+        return ExpertWeights(
+            self.keys, self.values, key_bias, value_bias, self.num_blocks, self.activation, self.gate_keys, gate_bias
+        )
 
     def by_expert(self, bias: Tensor | None) -> Tensor | None:
         """(E, H) or (E, D) view of a bias, or of its gradient."""
@@ -101,37 +122,62 @@ class BlockExperts(Lender):
         super()._load_from_state_dict(state_dict, prefix, *more)
 
     @torch.no_grad()
-    def load(self, index: int, up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None) -> None:
-        """Copy nn.Linear weights (H, D), (H,), (D, H), (D,) into expert `index` of those held here."""
+    def load(
+        self,
+        index: int,
+        up: Tensor,
+        up_bias: Tensor | None,
+        down: Tensor,
+        down_bias: Tensor | None,
+        gate: Tensor | None = None,
+        gate_bias: Tensor | None = None,
+    ) -> None:
+        """Copy nn.Linear weights (H, D), (H,), (D, H), (D,) and a gate's (H, D), (H,) into expert `index` of these."""
         if not (self.keys.is_meta and up.is_meta):  # a model without any weights is upcycled to one without
             self.require_weights("load_ffn")
-        hidden, dim = self.keys.shape[1:]
-        expected = {"up_weight": (hidden, dim), "up_bias": (hidden,), "down_weight": (dim, hidden), "down_bias": (dim,)}
-        given = dict(zip(expected, (up, up_bias, down, down_bias), strict=True))
+        own = self._linear(index)
+        given = dict(zip(own, (up, up_bias, down, down_bias, gate, gate_bias), strict=True))
         for name, tensor in given.items():
-            if tensor is None and "bias" in name:
-                continue
-            shape = None if tensor is None else tuple(tensor.shape)
-            if shape != expected[name]:
-                raise UserError(f"{name} has shape {shape}, but this layer needs {expected[name]}.")
-        for own, bias, name in ((self.key_bias, up_bias, "up_bias"), (self.value_bias, down_bias, "down_bias")):
-            if own is None and bias is not None:
-                raise UserError(f"{name} was given, but this layer was made with bias=False.")
-        self.keys[index].copy_(up)
-        self.values[index].copy_(down.T)
-        for rows, bias in ((self.by_expert(self.key_bias), up_bias), (self.by_expert(self.value_bias), down_bias)):
-            if rows is not None:
-                rows[index].copy_(bias) if bias is not None else rows[index].zero_()
+            needed, shape = own[name], None if tensor is None else tuple(tensor.shape)
+            if needed is None and tensor is not None:
+                lacking = "gated" if "gate" in name and self.gate_keys is None else "bias"
+                raise UserError(f"{name} was given, but this layer was made with {lacking}=False.")
+            if needed is not None and shape != needed.shape and not (tensor is None and "bias" in name):
+                raise UserError(f"{name} has shape {shape}, but this layer needs {tuple(needed.shape)}.")
+        for name, needed in own.items():
+            tensor = given[name]
+            if needed is not None:
+                needed.copy_(tensor) if tensor is not None else needed.zero_()
 
-    def read(self, index: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        """Expert `index` in nn.Linear layouts: (H, D), (H,), (D, H), (D,). Copies, detached."""
+    def read(self, index: int) -> FFN:
+        """Expert `index` in nn.Linear layouts: (H, D), (H,), (D, H), (D,), if gated (H, D), (H,). Copies, detached."""
         self.require_weights("ffn_weights")
-        biases = (self.by_expert(self.key_bias), self.by_expert(self.value_bias))
-        key_bias, value_bias = (None if bias is None else bias[index].detach().clone() for bias in biases)
-        return self.keys[index].detach().clone(), key_bias, self.values[index].detach().T.contiguous(), value_bias
+        copies = [
+            None if own is None else own.detach().clone(memory_format=torch.contiguous_format)
+            for own in self._linear(index).values()
+        ]
+        return tuple(copies if self.gate_keys is not None else copies[:4])  # type: ignore[return-value]
+
+    def _linear(self, index: int) -> dict[str, Tensor | None]:
+        """Views of expert `index` in nn.Linear layouts, by the names by which `load_ffn` takes them."""
+        rows = (self.by_expert(getattr(self, name)) for name in BIASES)
+        up_bias, down_bias, gate_bias = (None if bias is None else bias[index] for bias in rows)
+        return {
+            "up_weight": self.keys[index],
+            "up_bias": up_bias,
+            "down_weight": self.values[index].T,
+            "down_bias": down_bias,
+            "gate_weight": None if self.gate_keys is None else self.gate_keys[index],
+            "gate_bias": gate_bias,
+        }
+
+    @property
+    def activated_keys(self) -> nn.Parameter:
+        """(E, H, D) keys under the activation, which decide whether a channel fires: the gate's, if there is one."""
+        return self.keys if self.gate_keys is None else self.gate_keys
 
     def prototypes(self) -> Tensor:
-        """(E, B, D) float32: mean up-projection key of every block, without bias, detached."""
+        """(E, B, D) float32: mean over every block's keys under the activation, without bias, detached."""
         experts, hidden, dim = self.keys.shape
-        blocks = self.keys.detach().view(experts, self.num_blocks, hidden // self.num_blocks, dim)
-        return blocks.mean(dim=2, dtype=torch.float32)
+        keys = self.activated_keys.detach()
+        return keys.view(experts, self.num_blocks, hidden // self.num_blocks, dim).mean(dim=2, dtype=torch.float32)

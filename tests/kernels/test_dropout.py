@@ -98,8 +98,8 @@ def test_rates_at_both_ends():
     assert not mask(draw(1 - 1e-12), 50, 2, 100).any()
 
 
-def bank(experts: int, bias: bool, activation: str = "gelu", dtype: torch.dtype = torch.float64) -> BlockExperts:
-    made = BlockExperts(experts, 8, 15, 3, activation, bias).to(dtype)
+def bank(experts: int, bias: bool, activation: str = "gelu", gated: bool = False) -> BlockExperts:
+    made = BlockExperts(experts, 8, 15, 3, activation, bias, gated).double()
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return made
@@ -116,11 +116,12 @@ def bank(experts: int, bias: bool, activation: str = "gelu", dtype: torch.dtype 
     first=st.integers(0, 3),
     activation=st.sampled_from(["gelu", "identity", "relu_squared"]),
     chunk_rows=st.sampled_from([0, 9, 8192]),
+    gated=st.booleans(),
 )
-def test_grouped_equals_reference(n, e, seed, bias, rate, kept_ffns, first, activation, chunk_rows):
+def test_grouped_equals_reference(n, e, seed, bias, rate, kept_ffns, first, activation, chunk_rows, gated):
     """Outputs, and gradients against autograd through the definition, in float64, with the same mask."""
     dropout = draw(rate, seed).of_experts(first)
-    experts = bank(e, bias, activation)
+    experts = bank(e, bias, activation, gated)
     x = torch.randn(n, 8, dtype=torch.float64, requires_grad=True)
     gates = (torch.rand(n, e) * (torch.rand(n, e) > 0.5)).double().requires_grad_()
     blocks, grad = torch.rand(n, 3) > 0.5, torch.randn(n, 8, dtype=torch.float64)

@@ -41,6 +41,8 @@ class ExpertLayerConfig:
         bias: Whether the projections have biases.
         hidden_dropout: Rate at which activated channels of executed experts are dropped in training, before the second
             projection.
+        gated: Whether the activation is that of a gate: its value is multiplied with the first projection's (SwiGLU,
+            GeGLU and the like).
     """
 
     model_dim: Count
@@ -50,6 +52,7 @@ class ExpertLayerConfig:
     activation: Annotated[str, AfterValidator(_known)] = "gelu"
     bias: bool = True
     hidden_dropout: Rate = field(default=0.0, kw_only=True)
+    gated: bool = field(default=False, kw_only=True)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Self:

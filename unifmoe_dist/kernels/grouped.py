@@ -9,7 +9,7 @@ every (expert, block, token) that is selected, in that order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from unifmoe_dist.kernels.grouped_products import grouped_outer, grouped_product
 
 # Channels before the activation are kept for the backward pass, which is then a seventh cheaper, while they are no more
 # than this many FFNs per token: with the shared expert's, which are at most one, no more than the channels before and
-# after the activation that a top-2 mixture keeps. Beyond, they are computed again.
+# after the activation that a top-2 mixture keeps (gated, both projections', of four). Beyond, they are computed again.
 KEPT_FFNS = 3
 
 # On the CPU as many groups are taken together as have this many rows: few calls, and gathered rows stay in cache.
@@ -45,20 +45,17 @@ def grouped_block_ffn(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_ND.dtype
     recording = torch.is_grad_enabled()  # off inside the function itself
     with torch.autocast(device, enabled=False):
-        tensors = [weights.keys, weights.values, weights.key_bias, weights.value_bias]
-        keys, values, key_bias, value_bias = (None if t is None else t.to(dtype) for t in tensors)
+        w = weights
+        tensors = [w.values, w.value_bias, w.keys, w.key_bias, w.gate_keys, w.gate_key_bias]
         output = _GroupedBlockFFN.apply(
             x_ND.to(dtype),
             gates_NE,
             blocks_NB,
-            keys,
-            values,
-            key_bias,
-            value_bias,
             weights.num_blocks,
             weights.activation,
             recording,
             dropout,
+            *(None if t is None else t.to(dtype) for t in tensors),
         )
         return output.to(x_ND.dtype)
 
@@ -120,75 +117,77 @@ class _GroupedBlockFFN(torch.autograd.Function):
         x: Tensor,
         gates: Tensor,
         blocks: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        key_bias: Tensor | None,
-        value_bias: Tensor | None,
         num_blocks: int,
         activation: str,
         recording: bool,
         dropout: HiddenDropout | None,
+        values: Tensor,
+        value_bias: Tensor | None,
+        *reading: Tensor | None,
     ) -> Tensor:
         active = gates != 0  # true for NaN, so that a NaN token stays NaN
         ctx.chunks, ctx.activation, ctx.num_blocks = list(_chunks(active, blocks)), activation, num_blocks
         ctx.dropout = dropout
         flat_gates = _scaled_gates(gates, dropout, x.dtype)
-        keys_GMD, values_GMD = _by_group(keys, num_blocks), _by_group(values, num_blocks)
+        values_GMD, projections = _by_group(values, num_blocks), _projections(reading, num_blocks)
         accumulate = _accumulator(x.dtype)
         rows = sum(len(chunk.tokens) for chunk in ctx.chunks)
-        kept = recording and rows * keys_GMD.shape[1] <= KEPT_FFNS * x.shape[0] * keys.shape[1]
+        kept = recording and rows * values_GMD.shape[1] <= KEPT_FFNS * x.shape[0] * values.shape[1]
         pres = []
         y = x.new_zeros(x.shape, dtype=accumulate)
         for chunk in ctx.chunks:
-            pre = _pre(x.index_select(0, chunk.tokens), keys_GMD, key_bias, chunk)
-            hidden = FUNCTIONS[activation](pre) * flat_gates.index_select(0, chunk.pairs)[:, None]
+            x_R = x.index_select(0, chunk.tokens)
+            pre = [_pre(x_R, *projection, chunk) for projection in projections]
+            hidden = FUNCTIONS[activation](pre[0])
+            for linear in pre[1:]:
+                hidden = hidden * linear
+            hidden = hidden * flat_gates.index_select(0, chunk.pairs)[:, None]
             if dropout is not None:
-                hidden.mul_(_kept(dropout, chunk, keys.shape[0], num_blocks, hidden))
+                hidden.mul_(_kept(dropout, chunk, values.shape[0], num_blocks, hidden))
             out = grouped_product(hidden, values_GMD[chunk.groups], chunk.sizes, chunk.ends)
             y.index_add_(0, chunk.tokens, out.to(accumulate))
             if kept:
-                pres.append(pre)
+                pres += pre
         if value_bias is not None:
             y += torch.where(active, gates, 0).to(accumulate) @ value_bias.to(accumulate)
-        ctx.save_for_backward(x, gates, keys, values, key_bias, value_bias, *pres)
+        ctx.save_for_backward(x, gates, values, value_bias, *reading, *pres)
         return y.to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        x, gates, keys, values, key_bias, value_bias, *pres = ctx.saved_tensors
+        x, gates, values, value_bias, *saved = ctx.saved_tensors
+        reading, pres = saved[:4], saved[4:]
         dropout = ctx.dropout
         flat_gates = _scaled_gates(gates, dropout, x.dtype)
-        keys_GMD, values_GMD = _by_group(keys, ctx.num_blocks), _by_group(values, ctx.num_blocks)
+        values_GMD, projections = _by_group(values, ctx.num_blocks), _projections(reading, ctx.num_blocks)
         accumulate = _accumulator(x.dtype)
         grad_y = grad_y.to(x.dtype)
         grad_x = x.new_zeros(x.shape, dtype=accumulate)
         grad_gates = torch.zeros_like(flat_gates, dtype=accumulate)
-        grad_keys, grad_values = torch.zeros_like(keys_GMD), torch.zeros_like(values_GMD)
-        grad_key_bias = None if key_bias is None else x.new_zeros(keys_GMD.shape[:2], dtype=accumulate)
+        grad_values, grads = torch.zeros_like(values_GMD), [_Gradient(*projection) for projection in projections]
         for number, chunk in enumerate(ctx.chunks):
-            groups, split = chunk.groups, (chunk.sizes, chunk.ends)
+            split = (chunk.sizes, chunk.ends)
             x_R, grad_R = x.index_select(0, chunk.tokens), grad_y.index_select(0, chunk.tokens)
             gate_R = flat_gates.index_select(0, chunk.pairs)[:, None]
-            pre = pres[number] if pres else _pre(x_R, keys_GMD, key_bias, chunk)
+            pre = pres[number * len(grads) : (number + 1) * len(grads)]
+            pre = pre or [_pre(x_R, *projection, chunk) for projection in projections]
             # Before the gate: its inner product with the hidden channels is the gate's gradient.
-            grad_act = grouped_product(grad_R, values_GMD[groups].transpose(1, 2), *split)
+            grad_hidden = grouped_product(grad_R, values_GMD[chunk.groups].transpose(1, 2), *split)
             kept = None
             if dropout is not None:
-                kept = _kept(dropout, chunk, keys.shape[0], ctx.num_blocks, grad_act)
-                grad_act.mul_(kept)
-            hidden, grad_pre = activation_and_gradient(ctx.activation, pre, grad_act * gate_R)
-            inner = (hidden.to(accumulate) * grad_act.to(accumulate)).sum(-1)
+                kept = _kept(dropout, chunk, values.shape[0], ctx.num_blocks, grad_hidden)
+                grad_hidden.mul_(kept)
+            hidden, grad_pre = _hidden_and_gradients(ctx.activation, pre, grad_hidden * gate_R)
+            inner = (hidden.to(accumulate) * grad_hidden.to(accumulate)).sum(-1)
             grad_gates.index_add_(0, chunk.pairs, inner)
             weighted = hidden * gate_R
             if kept is not None:
                 weighted.mul_(kept)
-            grad_values[groups] = grouped_outer(weighted, grad_R, *split)
+            grad_values[chunk.groups] = grouped_outer(weighted, grad_R, *split)
             del weighted, kept
-            grad_keys[groups] = grouped_outer(grad_pre, x_R, *split)
-            if grad_key_bias is not None:
-                grad_key_bias[groups].index_add_(0, chunk.owner, grad_pre.to(accumulate))
-            grad_x.index_add_(0, chunk.tokens, grouped_product(grad_pre, keys_GMD[groups], *split).to(accumulate))
+            for grad, grad_channels in zip(grads, grad_pre, strict=True):
+                grad_x.index_add_(0, chunk.tokens, grad.add(grad_channels, x_R, chunk).to(accumulate))
         if dropout is not None:
             grad_gates *= dropout.scale
         grad_gates, grad_value_bias = grad_gates.view_as(gates), None
@@ -197,21 +196,61 @@ class _GroupedBlockFFN(torch.autograd.Function):
             grad_wide = grad_y.to(accumulate)
             grad_value_bias = (torch.where(active, gates, 0).to(accumulate).T @ grad_wide).to(value_bias.dtype)
             grad_gates += torch.where(active, grad_wide @ value_bias.to(accumulate).T, 0)
-        if grad_key_bias is not None:
-            grad_key_bias = grad_key_bias.to(keys.dtype).view_as(key_bias)
+        own = [tensor for grad in reversed(grads) for tensor in grad.of(values)] + [None, None]
         return (
             grad_x.to(x.dtype),
             grad_gates.to(gates.dtype),
-            None,
-            grad_keys.view_as(keys),
+            *[None] * 5,
             grad_values.view_as(values),
-            grad_key_bias,
             grad_value_bias,
-            None,
-            None,
-            None,
-            None,
+            *own[:4],
         )
+
+
+def _projections(reading: Sequence[Tensor | None], num_blocks: int) -> list[tuple[Tensor, Tensor | None]]:
+    """Weights (G, M, D) and biases (G, M) by which channels read tokens, that under the activation first.
+
+    `reading` is keys, key_bias, gate_keys, gate_key_bias; the last two are None where experts are not gated.
+    """
+    pairs = [reading[2:], reading[:2]] if reading[2] is not None else [reading[:2]]
+    result = []
+    for keys, bias in pairs:
+        assert keys is not None
+        keys_GMD = _by_group(keys, num_blocks)
+        result.append((keys_GMD, None if bias is None else bias.reshape(keys_GMD.shape[:2])))
+    return result
+
+
+def _hidden_and_gradients(name: str, pre: list[Tensor], upstream: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """act(pre[0]), or act(pre[0]) * pre[1], and what `upstream` is of it for each of `pre`."""
+    if len(pre) == 1:
+        hidden, gradient = activation_and_gradient(name, pre[0], upstream)
+        return hidden, [gradient]
+    activated, gradient = activation_and_gradient(name, pre[0], upstream * pre[1])
+    return activated * pre[1], [gradient, upstream * activated]
+
+
+class _Gradient:
+    """Gradient of one projection's weights (G, M, D) and biases (G, M), chunk by chunk."""
+
+    def __init__(self, keys_GMD: Tensor, bias_GM: Tensor | None) -> None:
+        self.keys, self.weights = keys_GMD, torch.zeros_like(keys_GMD)
+        accumulate = _accumulator(keys_GMD.dtype)
+        self.bias = None if bias_GM is None else torch.zeros_like(bias_GM, dtype=accumulate)
+
+    def add(self, grad_RM: Tensor, x_RD: Tensor, chunk: _Chunk) -> Tensor:
+        """Take in the gradient of a chunk's channels; returns that of its tokens, (R, D)."""
+        split = (chunk.sizes, chunk.ends)
+        self.weights[chunk.groups] = grouped_outer(grad_RM, x_RD, *split)
+        if self.bias is not None:
+            self.bias[chunk.groups].index_add_(0, chunk.owner, grad_RM.to(self.bias.dtype))
+        return grouped_product(grad_RM, self.keys[chunk.groups], *split)
+
+    def of(self, like_EHD: Tensor) -> list[Tensor | None]:
+        """Both by expert, in the type of the weights."""
+        experts = like_EHD.shape[0]
+        bias = None if self.bias is None else self.bias.to(self.weights.dtype).view(experts, -1)
+        return [self.weights.view_as(like_EHD), bias]
 
 
 def _scaled_gates(gates: Tensor, dropout: HiddenDropout | None, dtype: torch.dtype) -> Tensor:
@@ -230,10 +269,7 @@ def _by_group(weights_EHD: Tensor, num_blocks: int) -> Tensor:
     return weights_EHD.reshape(experts * num_blocks, hidden // num_blocks, dim)
 
 
-def _pre(x_RD: Tensor, keys_GMD: Tensor, key_bias: Tensor | None, chunk: _Chunk) -> Tensor:
-    """(R, M) channels before the activation."""
+def _pre(x_RD: Tensor, keys_GMD: Tensor, bias_GM: Tensor | None, chunk: _Chunk) -> Tensor:
+    """(R, M) channels as one projection reads them."""
     pre = grouped_product(x_RD, keys_GMD[chunk.groups].transpose(1, 2), chunk.sizes, chunk.ends)
-    if key_bias is None:
-        return pre
-    bias_GM = key_bias.reshape(keys_GMD.shape[:2])[chunk.groups]
-    return pre.add_(bias_GM.index_select(0, chunk.owner))
+    return pre if bias_GM is None else pre.add_(bias_GM[chunk.groups].index_select(0, chunk.owner))

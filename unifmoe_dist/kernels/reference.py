@@ -34,10 +34,16 @@ def reference_block_ffn(
     activation = FUNCTIONS[weights.activation]
     total = x_ND.new_zeros(x_ND.shape)
     for expert in range(weights.keys.shape[0]):
-        pre_NH = x_ND @ weights.keys[expert].T
+        up_NH = x_ND @ weights.keys[expert].T
         if weights.key_bias is not None:
-            pre_NH = pre_NH + weights.key_bias[expert]
-        hidden_NH = activation(pre_NH) * channels_NH
+            up_NH = up_NH + weights.key_bias[expert]
+        if weights.gate_keys is None:
+            hidden_NH = activation(up_NH) * channels_NH
+        else:
+            gate_NH = x_ND @ weights.gate_keys[expert].T
+            if weights.gate_key_bias is not None:
+                gate_NH = gate_NH + weights.gate_key_bias[expert]
+            hidden_NH = activation(gate_NH) * up_NH * channels_NH
         if dropout is not None:
             token_N = torch.arange(len(x_ND), device=x_ND.device)
             zero_N = torch.zeros_like(token_N)

@@ -114,7 +114,7 @@ def route_tokens(x_ND: Tensor, router: Router, shared: BlockExperts, token_mask_
         from unifmoe_dist.kernels.triton.routing import triton_route
 
         with torch.autocast(x_ND.device.type, enabled=False):
-            return triton_route(x_ND, router.weight, shared.keys[0], shared.num_blocks, token_mask_N)
+            return triton_route(x_ND, router.weight, shared.activated_keys[0], shared.num_blocks, token_mask_N)
     assert token_mask_N is None
     return router.decide(x_ND, shared.prototypes()[0])
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from unifmoe_dist.config import checked
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import AppliedStep, ChangedRows
+from unifmoe_dist.experts import FFN
 from unifmoe_dist.methods.balanced_kmeans import balanced_kmeans
 from unifmoe_dist.methods.gated import GatedExpertLayer, Gating
 from unifmoe_dist.methods.noisy_top_k import NoisyTopKConfig, noisy_top_k, renormalised
@@ -43,7 +44,8 @@ class EMoELayer(GatedExpertLayer[EMoEConfig]):
 
     The split is a balanced k-means of the keys, normalised to length 1. The gate's score is not multiplied in and the
     gate is not trained: it follows the keys, and is renewed by `after_step`. The down bias is shared out as 1 / k to
-    every expert, so that with k = K the layer is the dense FFN.
+    every expert, so that with k = K the layer is the dense FFN. Of a gated FFN the keys are those under the activation,
+    which decide whether a channel fires.
 
     In training the original adds noise of deviation 1 / K to the logits and an auxiliary loss of importance and load
     with weight 0.01 (which here trains what comes before the layer), and so does this one: see `load_importance_loss`
@@ -66,30 +68,34 @@ class EMoELayer(GatedExpertLayer[EMoEConfig]):
 
     def reset_parameters(self) -> None:
         """A random dense FFN, whose channels are cut in order, as there is nothing to cluster."""
-        config = self.config
-        up = nn.Linear(config.model_dim, config.hidden_dim, config.bias)
-        down = nn.Linear(config.hidden_dim, config.model_dim, config.bias)
-        channels = torch.arange(config.hidden_dim).view(config.num_experts, -1)
-        self._split(channels, up.weight, up.bias, down.weight, down.bias)
+        channels = torch.arange(self.config.hidden_dim).view(self.config.num_experts, -1)
+        self._split(channels, self._random_dense())
 
     def load_dense(
-        self, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor, down_bias: Tensor | None
+        self,
+        up_weight: Tensor,
+        up_bias: Tensor | None,
+        down_weight: Tensor,
+        down_bias: Tensor | None,
+        gate_weight: Tensor | None = None,
+        gate_bias: Tensor | None = None,
     ) -> None:
         """Split a dense FFN by its keys. Takes some seconds for thousands of channels; the same on every rank."""
-        keys = F.normalize(up_weight.detach().float(), dim=-1).cpu().numpy()
+        activated = up_weight if gate_weight is None else gate_weight
+        keys = F.normalize(activated.detach().float(), dim=-1).cpu().numpy()
         channels = torch.from_numpy(balanced_kmeans(keys, self.config.num_experts))
-        self._split(channels, up_weight, up_bias, down_weight, down_bias)
+        self._split(channels, (up_weight, up_bias, down_weight, down_bias, gate_weight, gate_bias))
 
     @torch.no_grad()
-    def _split(
-        self, channels: Tensor, up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None
-    ) -> None:
+    def _split(self, channels: Tensor, dense: FFN) -> None:
         """Give every expert its row of channels (K, H / K)."""
-        channels = channels.to(up.device)
+        up, up_bias, down, down_bias, *gate = dense
         part_bias = None if down_bias is None else down_bias / self.config.top_k
-        for expert, own in enumerate(channels):
-            self.load_ffn(expert, up[own], None if up_bias is None else up_bias[own], down[:, own], part_bias)
-            self.router.weight[expert] = up[own].float().mean(0).to(self.router.weight.dtype)
+        for expert, own in enumerate(channels.to(up.device)):
+            part_up_bias, *part_gate = [None if tensor is None else tensor[own] for tensor in (up_bias, *gate)]
+            self.load_ffn(expert, up[own], part_up_bias, down[:, own], part_bias, *part_gate)
+            activated = up if not gate or gate[0] is None else gate[0]
+            self.router.weight[expert] = activated[own].float().mean(0).to(self.router.weight.dtype)
 
     def after_step(self, applied: AppliedStep) -> list[ChangedRows]:
         """Let the gate follow the keys."""
@@ -98,7 +104,7 @@ class EMoELayer(GatedExpertLayer[EMoEConfig]):
 
     @torch.no_grad()
     def _renew_gate(self) -> None:
-        mean = self.experts.keys.mean(1, dtype=torch.float32)
+        mean = self.experts.activated_keys.mean(1, dtype=torch.float32)
         if self.expert_group is not None:
             parts = [torch.empty_like(mean) for _ in range(dist.get_world_size(self.expert_group))]
             dist.all_gather(parts, mean, group=self.expert_group)

@@ -64,7 +64,7 @@ class GatedExpertLayer(ExpertLayer[Config]):
 
     def _make_experts(self, count: int) -> BlockExperts:
         c = self.config
-        return BlockExperts(count, c.model_dim, self.expert_dim, 1, c.activation, c.bias)
+        return BlockExperts(count, c.model_dim, self.expert_dim, 1, c.activation, c.bias, c.gated)
 
     def _gate(self, x: Tensor) -> Gating:
         """Decide for (N, model_dim) tokens in float32."""

@@ -151,7 +151,7 @@ def _resolve(layers: Iterable[int], depth: int) -> list[int]:
 
 def _require_weights(ffn: DenseFFN, index: int, model: nn.Module) -> None:
     """Refuse to copy weights that are not here, unless none of the model's are: then layers have none either."""
-    for part in (ffn.up, ffn.down):
+    for part in ffn.projections:
         weight = part.weight
         if is_dtensor(weight) or weight.dim() != 2 or getattr(part, "_is_fsdp_managed_module", False):
             where = "spread over ranks; upcycle the model before FSDP, ZeRO 3 or tensor parallelism takes it"
@@ -164,13 +164,13 @@ def _require_weights(ffn: DenseFFN, index: int, model: nn.Module) -> None:
 
 def _start(ffn: DenseFFN, make: Callable[[DenseFFN], ExpertLayer], seed: int | None) -> ExpertLayer:
     """A layer whose experts come from a dense FFN."""
-    up, down = ffn.up, ffn.down
+    up = ffn.up
     with _fresh(up.weight.is_meta, seed):
         layer = make(ffn)
     layer.to(device=up.weight.device, dtype=up.weight.dtype)
     if not up.weight.is_meta:
-        layer.load_dense(up.weight, up.bias, down.weight, down.bias)
-    trained = any(parameter.requires_grad for part in (up, down) for parameter in part.parameters())
+        layer.load_dense(*(tensor for part in ffn.projections for tensor in (part.weight, part.bias)))
+    trained = any(parameter.requires_grad for part in ffn.projections for parameter in part.parameters())
     for bank in layer.banks():
         bank.requires_grad_(trained)
     return layer.train(up.training)

@@ -47,11 +47,20 @@ def activation_name(activation: nn.Module | Callable[[Tensor], Tensor]) -> str:
 
 @dataclass(frozen=True)
 class DenseFFN:
-    """A dense FFN found in a model: up (d -> H), activation by name, down (H -> d)."""
+    """A dense FFN found in a model: up (d -> H), activation by name, down (H -> d).
+
+    Of a gated one, down(act(gate(x)) * up(x)), also its gate (d -> H).
+    """
 
     up: nn.Linear
     down: nn.Linear
     activation: str
+    gate: nn.Linear | None = None
+
+    @property
+    def projections(self) -> tuple[nn.Linear, ...]:
+        """Up and down, and the gate if there is one: in the order in which layers take their weights."""
+        return (self.up, self.down) if self.gate is None else (self.up, self.down, self.gate)
 
     def shape(self) -> dict[str, Any]:
         """Its part of an `ExpertLayerConfig`."""
@@ -59,13 +68,14 @@ class DenseFFN:
             "model_dim": self.up.in_features,
             "hidden_dim": self.up.out_features,
             "activation": self.activation,
-            "bias": self.up.bias is not None or self.down.bias is not None,
+            "bias": any(part.bias is not None for part in self.projections),
+            "gated": self.gate is not None,
         }
 
     @classmethod
-    def of(cls, up: Any, activation: nn.Module | Callable[[Tensor], Tensor], down: Any) -> DenseFFN:
+    def of(cls, up: Any, activation: nn.Module | Callable[[Tensor], Tensor], down: Any, gate: Any = None) -> DenseFFN:
         """The parts of an FFN; whether its projections can be copied is checked by `upcycle`, for every adapter."""
-        return cls(up, down, activation_name(activation))
+        return cls(up, down, activation_name(activation), gate)
 
 
 class Adapter(Protocol):
@@ -96,7 +106,7 @@ def check_projections(ffn: DenseFFN, model: nn.Module) -> None:
     Raises:
         UserError: a projection carries an adapter, is quantised, or has a forward or a weight of its own making.
     """
-    for part in (ffn.up, ffn.down):
+    for part in ffn.projections:
         if reason := _unfit(part):
             kind = f"{type(part).__module__}.{type(part).__qualname__}"
             raise UserError(f"{_place(part, model)} is a {kind}, {reason}")

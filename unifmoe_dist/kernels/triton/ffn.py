@@ -49,6 +49,8 @@ def unsupported(x: Tensor, weights: ExpertWeights) -> str | None:
     """Why the kernels cannot compute `weights` for x (N, D); None if they can."""
     experts, hidden, dim = weights.keys.shape
     width = hidden // weights.num_blocks
+    if weights.gate_keys is not None:
+        return "they do not compute gated experts"
     if x.dtype not in DTYPES:
         return f"they compute float32, bfloat16 and float16, not {x.dtype}"
     if dim % 16 or width % 16:

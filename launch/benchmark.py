@@ -33,6 +33,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     text = "the paper's layers, at its C_B or with routers as they start"
     names("--shapes", nargs="+", choices=SHAPES, help=f"{text}: {', '.join(SHAPES)} (default: {shapes})")
     parser.add_argument("--sweep", action="store_true", help="time over the floor for a range of N, d and K")
+    text = "gated FFNs (SwiGLU) of the same widths in --shapes and --sweep, dense and in experts"
+    parser.add_argument("--gated", action="store_true", help=text)
     text = f"whole models, inference and training step: {', '.join(MODELS)} (default: {models})"
     names("--models", nargs="*", choices=MODELS, help=text)
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: bf16 on a GPU, fp32 on the CPU")
@@ -54,6 +56,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise UserError("--batch belongs to --models, which is not given; --tokens sets the size of --shapes.")
     if options.tokens is not None and options.shapes is None and (options.models is not None or options.sweep):
         raise UserError("--tokens belongs to --shapes, which is not given; --batch sets the size of --models.")
+    if options.gated and options.shapes is None and options.models is not None and not options.sweep:
+        raise UserError("--gated belongs to --shapes and --sweep, and neither is given; models have the FFN they have.")
     return options
 
 
@@ -88,7 +92,8 @@ def main(arguments: Sequence[str]) -> None:
     except OSError as error:
         raise UserError(f"--output {options.output} cannot be used ({error}); choose another folder.") from error
     rate = side_by_side.matmul_rate(device, dtype)
-    suffix = "" if options.dtype is None else f"-{kind}"  # so that another number format replaces no results
+    # So that another number format or another FFN replaces no results.
+    suffix = ("" if options.dtype is None else f"-{kind}") + ("-gated" if options.gated else "")
     printed = [where]
 
     def run(name: str) -> side_by_side.Result:
@@ -100,7 +105,7 @@ def main(arguments: Sequence[str]) -> None:
                 return timed.run_model(model, device, dtype, batch, *how)
             shape = timed.PAPER[name]
             tokens = options.tokens or (shape.tokens if on_gpu else timed.CPU_TOKENS[name])
-            return timed.run_layer(replace(shape, tokens=tokens), device, dtype, *how)
+            return timed.run_layer(replace(shape, tokens=tokens, gated=options.gated), device, dtype, *how)
 
     for stem, key, names in (("benchmark", "layers", shapes), ("models", "models", models)):
         found: list[side_by_side.Result] = []
@@ -112,7 +117,8 @@ def main(arguments: Sequence[str]) -> None:
     for key, several in timed.sweeps(on_gpu).items() if options.sweep else ():
         how = options.seconds or 5.0, lambda: None, rate
         bar = tqdm(several, desc=f"sweep of {key}")
-        swept[key] = [timed.run_layer(shape, device, dtype, *how, brief=True) for shape in bar]
+        sized = (replace(shape, gated=options.gated) for shape in bar)
+        swept[key] = [timed.run_layer(shape, device, dtype, *how, brief=True) for shape in sized]
         path = options.output / f"sweep{suffix}"
         printed.append(benchmark_results.write(path, where, rate, "sweeps", swept))
     print("\n" + "\n\n".join(printed) + "\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -81,7 +82,7 @@ def random_shapes(rank, world, dispatcher, examples):
     for example in range(examples):
         experts, blocks = world * choose.randint(1, 3), choose.randint(2, 17)
         width, hidden, bias = experts + 1 + choose.randint(0, 9), blocks * choose.randint(1, 4), choose.random() < 0.7
-        config = UniFMoEConfig(width, hidden, experts, blocks, bias=bias)
+        config = UniFMoEConfig(width, hidden, experts, blocks, bias=bias, gated=example % 2 == 1)
         whole = whole_layer(config, seed=example)
         with torch.no_grad():
             whole.router.weight.mul_(choose.choice([0.1, 1.0, 5.0]))
@@ -164,15 +165,17 @@ def test_half_precision_crosses(dispatcher):
     assert all(run_ranks(2, half_precision, dispatcher))
 
 
-def read_any(rank, world, dispatcher):
-    layer = sharded_layer(whole_layer(CONFIG), dist.group.WORLD, dispatcher)
+def read_any(rank, world, dispatcher, config):
+    layer = sharded_layer(whole_layer(config), dist.group.WORLD, dispatcher)
     return [t for t in layer.ffn_weights((rank + 1) % 2 * 3)]  # rank 0 asks for expert 3, rank 1 for expert 0
 
 
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("dispatcher", EXCHANGES)
-def test_any_rank_reads_any_expert(dispatcher):
-    full = whole_layer(CONFIG)
-    results = run_ranks(2, read_any, dispatcher)
+def test_any_rank_reads_any_expert(dispatcher, gated):
+    config = replace(CONFIG, gated=gated)
+    full = whole_layer(config)
+    results = run_ranks(2, read_any, dispatcher, config)
     for got, expert in zip(results, (3, 0), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got, full.ffn_weights(expert), strict=True))
 

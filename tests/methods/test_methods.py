@@ -23,10 +23,10 @@ from unifmoe_dist.usage import UsageSummary
 # -- equations --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("training,gated", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("method", METHODS)
-def test_output_and_gradients_equal_the_equations(method, training):
-    layer = make(method).train(training)
+def test_output_and_gradients_equal_the_equations(method, training, gated):
+    layer = make(method, gated=gated).train(training)
     if hasattr(layer, "gate_noise"):
         layer.gate_noise = 0.0
     x = torch.randn(9, 12, requires_grad=True)
@@ -119,21 +119,24 @@ def test_gmoe_does_not_feel_a_tokens_length():
 
 def dense_ffn():
     torch.manual_seed(3)
-    return torch.nn.Linear(12, 24), torch.nn.Linear(24, 12)
+    return torch.nn.Linear(12, 24), torch.nn.Linear(24, 12), torch.nn.Linear(12, 24)
 
 
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("method", ["emoe", "emoe_learn"])
-def test_emoe_splits_the_dense_ffn(method):
-    up, down = dense_ffn()
-    layer = MOE_LAYERS[method](SHAPE, LayerOptions(num_experts=4, top_k=4), None, "auto").eval()
-    layer.load_dense(up.weight, up.bias, down.weight, down.bias)
-    keys = layer.experts.keys.detach()
+def test_emoe_splits_the_dense_ffn(method, gated):
+    """By its keys, which are the gate's where there is one."""
+    up, down, gate = dense_ffn()
+    parts = (up, down, gate) if gated else (up, down)
+    layer = MOE_LAYERS[method]({**SHAPE, "gated": gated}, LayerOptions(num_experts=4, top_k=4), None, "auto").eval()
+    layer.load_dense(*(t for part in parts for t in (part.weight, part.bias)))
+    keys, clustered = (layer.experts.gate_keys, gate) if gated else (layer.experts.keys, up)
     assert keys.shape == (4, 6, 12)
-    rows = [int((up.weight == key).all(-1).nonzero()) for key in keys.flatten(0, 1)]
+    rows = [int((clustered.weight == key).all(-1).nonzero()) for key in keys.flatten(0, 1)]
     assert sorted(rows) == list(range(24))
-    torch.testing.assert_close(layer.router.weight, keys.mean(1))
+    torch.testing.assert_close(layer.router.weight, keys.detach().mean(1))
     x = torch.randn(5, 12)
-    want = down(F.gelu(up(x)))
+    want = down(F.gelu(gate(x)) * up(x) if gated else F.gelu(up(x)))
     if method == "emoe":
         torch.testing.assert_close(layer(x), want, rtol=1e-5, atol=1e-6)
     with torch.no_grad():  # even scores: a quarter of every expert

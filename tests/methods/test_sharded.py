@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +18,8 @@ from unifmoe_dist.methods import MOE_LAYERS
 
 
 def shard(whole, method, dispatcher):
-    layer = MOE_LAYERS[method](SHAPE, OPTIONS, dist.group.WORLD, dispatcher)
+    shape = {**SHAPE, "gated": whole.config.gated}
+    layer = MOE_LAYERS[method](shape, OPTIONS, dist.group.WORLD, dispatcher)
     own = layer.state_dict()
     layer.load_state_dict({n: own[n] if n.startswith("experts.") else t for n, t in whole.state_dict().items()})
     for expert in range(whole.config.num_experts):
@@ -27,8 +30,8 @@ def shard(whole, method, dispatcher):
 def sharded_equals_whole(rank, world, dispatcher):
     """Outputs, gradients and changes between steps, on uneven ranks and with none on one of them."""
     all_sum = lambda t: (t := t.detach().double(), dist.all_reduce(t))[0]  # noqa: E731
-    for method in METHODS:
-        whole = make(method)
+    for method, gated in product(METHODS, (False, True)):
+        whole = make(method, gated=gated)
         if method == "dynmoe":  # so that some tokens pass none
             with torch.no_grad():
                 whole.router.thresholds.add_(0.3)

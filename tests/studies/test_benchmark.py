@@ -42,11 +42,12 @@ def test_operating_point_is_reached(shape):
     assert layer.route(x).block_compute.float().mean().item() == reached
 
 
-def test_every_contender_is_a_layer_that_trains():
+@pytest.mark.parametrize("gated", [False, True])
+def test_every_contender_is_a_layer_that_trains(gated):
     torch.manual_seed(0)
     x = torch.randn(SMALL.tokens, SMALL.dim)
     outputs, works = {}, {}
-    for contender in benchmark.contenders(SMALL, x):
+    for contender in benchmark.contenders(replace(SMALL, gated=gated), x):
         try:
             module = contender.build()
         except Exception as error:
@@ -63,6 +64,18 @@ def test_every_contender_is_a_layer_that_trains():
     assert {"dense FFN", "Transformers Mixtral top-1", "DeepSpeed MoE top-2"} <= outputs.keys()
     if hasattr(F, "grouped_mm"):
         torch.testing.assert_close(outputs["UniF-MoE, torch grouped_mm"], outputs["UniF-MoE"])
+
+
+def test_a_gated_dense_ffn_costs_what_it_is_credited_with():
+    """Three matrices; the peers' experts cost as much, those that are gated themselves too."""
+    shape, x = replace(SMALL, gated=True), torch.randn(SMALL.tokens, SMALL.dim)
+    result = benchmark.run_layer(shape, CPU, torch.float32, 0.0, lambda: None, 1e9, brief=True)
+    assert result.sizes.endswith(", gated")
+    found = {c.name: c for c in benchmark.contenders(shape, x, top_ks=(1,))}
+    for name, extra in (("dense FFN", 0), ("Transformers Mixtral top-1", 2 * SMALL.tokens * SMALL.dim * SMALL.experts)):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            found[name].build()(x)
+        assert counter.get_total_flops() == result.flops + extra == 3 * 2 * 40 * 48 * 96 + extra
 
 
 # -- peers ----------------------------------------------------------------------------------------------------------
@@ -343,6 +356,17 @@ def test_names_given_twice_count_twice(command):
     options = command.parse("--shapes vision --models --models deit-s --shapes language --models bert-large".split())
     assert options.shapes == ["vision", "language"] and options.models == ["deit-s", "bert-large"]
     assert command.parse([]).shapes is None and command.parse(["--models"]).models == []
+
+
+def test_gated_layers_have_files_of_their_own(command, tmp_path, monkeypatch):
+    shapes = []
+    timed = benchmark.run_layer(replace(SMALL, tokens=8), CPU, torch.float32, 0.0, lambda: None, 1e9, brief=True)
+    monkeypatch.setattr(benchmark, "run_layer", lambda shape, *args, **more: shapes.append(shape) or timed)
+    monkeypatch.setattr(side_by_side, "matmul_rate", lambda *args: 1e9)
+    command.main(["--gated", "--shapes", "vision", "--output", str(tmp_path)])
+    assert [shape.gated for shape in shapes] == [True] and (tmp_path / "benchmark-gated.md").is_file()
+    with pytest.raises(UserError, match="--gated belongs to --shapes and --sweep"):
+        command.parse(["--gated", "--models"])
 
 
 @pytest.mark.parametrize("option", ["--tokens", "--batch", "--seconds", "--threads"])

@@ -111,6 +111,15 @@ def test_layer_cost_by_hand():
     assert layer_cost(bare, usage, tokens=5).activated == 3.5 * 16 + 12
 
 
+def test_layer_cost_of_gated_experts_by_hand():
+    """As above with a gate: a block holds 2 (3 * 4 + 2) = 28 parameters and costs 2 * 3 * 4 * 2 = 48 operations."""
+    layer = UniFMoELayer(UniFMoEConfig(4, 6, num_experts=2, num_blocks=3, gated=True))
+    usage = UsageSummary(10, 3.5, 1.5, 2.0, 0.5, 0.0, [0.75, 0.75], [0.5] * 3)
+    cost = layer_cost(layer, usage, tokens=5)
+    assert (cost.parameters, cost.activated) == (3 * (6 * 14 + 4) + 12, 3.5 * 28 + 2.5 * 4 + 12)
+    assert (cost.routing_flops, cost.expert_flops) == (48, 3.5 * 48)
+
+
 def small_unif() -> nn.Module:
     torch.manual_seed(0)
     model = timm.models.vision_transformer.VisionTransformer(

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.layers import make_layer
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.studies.diagnostics.rankings import top_pair
 from unifmoe_dist.studies.diagnostics.residual_router import ResidualOutput, RouterTraining, train_router_on_task
@@ -63,6 +64,18 @@ def test_frozen_experts_compute_what_the_layer_holds():
         up, up_bias, down, down_bias = layer.ffn_weights(e)
         expected = F.linear(F.gelu(F.linear(x, up, up_bias)), down, down_bias)
         assert torch.allclose(outputs[e].float(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_frozen_gated_experts_compute_what_the_layer_holds(bias):
+    layer = make_layer(bias=bias, gated=True, activation="silu")
+    experts, x = FrozenExperts.of(layer), torch.randn(7, 16)
+    assert experts.to(torch.float32).gate_keys.dtype == torch.float32
+    outputs = torch.bmm(experts.activations(x), experts.values)
+    for e in range(3):
+        up, up_bias, down, down_bias, gate, gate_bias = layer.ffn_weights(e)
+        hidden = F.silu(F.linear(x, gate, gate_bias)) * F.linear(x, up, up_bias)
+        assert torch.allclose(outputs[e].float(), F.linear(hidden, down, down_bias), atol=1e-4)
 
 
 def test_the_new_router_routes_residual_positions_alone():

@@ -73,10 +73,18 @@ def kept_and_peak(layer: torch.nn.Module, x: torch.Tensor) -> tuple[int, int]:
     return kept, ledger.highest
 
 
-@pytest.mark.parametrize("dtype,rate", [(torch.float32, 0.0), (torch.bfloat16, 0.0), (torch.float32, 0.1)])
-def test_the_stand_in_takes_the_memory_of_the_cpu_kernels(dtype, rate):
+@pytest.mark.parametrize(
+    "dtype,more",
+    [
+        (torch.float32, dict()),
+        (torch.bfloat16, dict()),
+        (torch.float32, dict(hidden_dropout=0.1)),
+        (torch.float32, dict(gated=True, activation="silu")),
+    ],
+)
+def test_the_stand_in_takes_the_memory_of_the_cpu_kernels(dtype, more):
     torch.manual_seed(0)
-    layer = UniFMoELayer(UniFMoEConfig(64, 256, num_experts=4, num_blocks=4, hidden_dropout=rate)).to(dtype)
+    layer = UniFMoELayer(UniFMoEConfig(64, 256, num_experts=4, num_blocks=4, **more)).to(dtype)
     x = torch.randn(3000, 64, dtype=dtype, requires_grad=True)
     routing = layer.route(x)
     load = Load(routing.shared_block_count.float().mean().item(), routing.expert_count.float().mean().item())

@@ -39,7 +39,7 @@ def gmoe(x: Tensor, p: Parameters, top_k: int, **_) -> dict[int, Tensor]:
 
 
 def emoe(x: Tensor, p: Parameters, top_k: int, **_) -> dict[int, Tensor]:
-    means = p["experts.keys"].detach().mean(1)
+    means = p.get("experts.gate_keys", p["experts.keys"]).detach().mean(1)
     return {e: torch.ones((), dtype=x.dtype) for e in _best(means @ x, top_k)}
 
 
@@ -82,12 +82,19 @@ def layer_output(method: str, x: Tensor, p: Parameters, **options) -> tuple[Tens
     """y (N, d) for tokens (N, d), and the experts of every token."""
     rows, used = [], []
     experts = len(p["experts.keys"])
-    key_bias, value_bias = (p[f"experts.{name}"].view(experts, -1) for name in ("key_bias", "value_bias"))
+    key_bias, value_bias, gate_bias = (
+        p[f"experts.{name}"].view(experts, -1) if f"experts.{name}" in p else None
+        for name in ("key_bias", "value_bias", "gate_key_bias")
+    )
     for token in x:
         coefficients = GATES[method](token, p, **options)
         y = torch.zeros_like(token)
         for e, coefficient in coefficients.items():
-            hidden = F.gelu(p["experts.keys"][e] @ token + key_bias[e])
+            hidden = p["experts.keys"][e] @ token + key_bias[e]
+            if gate_bias is None:
+                hidden = F.gelu(hidden)
+            else:
+                hidden = F.gelu(p["experts.gate_keys"][e] @ token + gate_bias[e]) * hidden
             y = y + coefficient * (hidden @ p["experts.values"][e] + value_bias[e])
         rows.append(y)
         used.append(sorted(coefficients))

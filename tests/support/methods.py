@@ -14,10 +14,10 @@ OPTIONS = LayerOptions(num_experts=4, num_blocks=6, top_k=2, max_experts=6, mass
 CLOSE = dict(rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-def make(method, options=OPTIONS, group=None, dispatcher="auto", seed=1):
+def make(method, options=OPTIONS, group=None, dispatcher="auto", seed=1, **shape):
     """A layer whose experts differ, so that mixing them up shows."""
     torch.manual_seed(seed)
-    layer = MOE_LAYERS[method](SHAPE, options, group, dispatcher)
+    layer = MOE_LAYERS[method]({**SHAPE, **shape}, options, group, dispatcher)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
@@ -11,6 +17,7 @@ from unifmoe_dist.config import DataConfig, ModelConfig, OptimConfig, ParallelCo
 from unifmoe_dist.runtime.ranks import running_ranks
 from unifmoe_dist.train import checkpoint
 from unifmoe_dist.train.trainer import Trainer
+from unifmoe_dist.upcycling import convert
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -36,8 +43,36 @@ def make_config(
     )
 
 
-def train(rank, world, folder, steps, stop=None, **options):
+@contextmanager
+def gated_backbones() -> Iterator[None]:
+    """Every FFN that is upcycled inside has a gate; weights are scaled up, so that the product's gradients are felt."""
+    find = convert.find_adapter
+
+    def gated(model: torch.nn.Module):
+        adapter = find(model)
+
+        def read(block):
+            ffn = adapter.read(block)
+            up, gate = copy.deepcopy(ffn.up), copy.deepcopy(ffn.up)
+            with torch.no_grad():
+                up.weight.mul_(20)
+                gate.weight.copy_(up.weight.flip(0))
+                gate.bias.fill_(1.0)
+            return replace(ffn, up=up, gate=gate)
+
+        return SimpleNamespace(name=adapter.name, blocks=adapter.blocks, install=adapter.install, read=read)
+
+    with patch.object(convert, "find_adapter", gated):
+        yield
+
+
+def train(rank, world, folder, steps, stop=None, gated=False, **options):
     """Global losses of the training steps, final weights by global name (this rank's experts), and gradient norms."""
+    with gated_backbones() if gated else nullcontext():
+        return _train(world, folder, steps, stop, **options)
+
+
+def _train(world, folder, steps, stop, **options):
     config = make_config(folder, steps=steps, **options)
     config.validate(world)
     with running_ranks(config.parallel.expert_parallel_size, config.parallel.expert_placement) as ranks:

@@ -19,11 +19,12 @@ from safetensors.torch import load_file
 from tests.support.faults import SMALL
 from tests.support.jobs import run_job
 from tests.support.ranks import run_ranks
+from tests.support.training import gated_backbones, make_config, train
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.config import ModelConfig, TrainConfig
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.train import build, checkpoint, export
-from unifmoe_dist.train.cli import load_train_config
+from unifmoe_dist.train.cli import dump_train_config, load_train_config
 from unifmoe_dist.train.own_model import own_task
 from unifmoe_dist.upcycling import moe_layers, upcycle
 
@@ -173,6 +174,23 @@ def test_a_folder(name, request, tmp_path):
     run = request.getfixturevalue(name)
     folder = export.export(run, tmp_path / "out")
     assert torch.equal(logits(run, export.load_exported(folder)), logits(run, trained(run)))
+
+
+def test_a_run_of_gated_experts(tmp_path):
+    """Consolidated, exported and read back, where the backbone's FFNs are gated."""
+    run, four = tmp_path / "run", dict(eval_every=2, gated=True, fresh=True)
+    run_ranks(2, train, str(run), 2, expert_parallel_size=2, **four)
+    config = make_config(run, steps=2, eval_every=2, expert_parallel_size=2)
+    (run / "config.yaml").write_text(dump_train_config(config))
+    with gated_backbones():
+        expected = trained(run)
+        model = export.load_consolidated(export.consolidate(run, tmp_path / "model.safetensors"))
+        assert torch.equal(logits(run, model), logits(run, expected))
+        assert torch.equal(logits(run, export.load_exported(export.export(run, tmp_path / "out"))), logits(run, model))
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert tensors["blocks.3.mlp.experts.gate_keys"].shape == (4, 256, 64)
+    assert tensors["blocks.3.mlp.experts.gate_key_bias"].shape == (4 * 256,)
+    assert tensors.keys() == expected.state_dict().keys()
 
 
 def test_transformers_reads_its_folder(language, tmp_path):

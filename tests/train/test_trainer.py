@@ -168,6 +168,22 @@ def test_resume_at_another_layout(before, after, undisturbed, tmp_path):
             torch.testing.assert_close(weight, weights[name], atol=2e-3, rtol=1e-2)
 
 
+def test_gated_experts_train_and_resume_at_another_world_size(tmp_path):
+    """On one rank, and on two up to step 4 and on four from there, each with its share of the experts."""
+    options = dict(eval_every=4, gated=True, fresh=True)
+    whole, weights, norms = run_ranks(1, train, str(tmp_path / "whole"), 8, **options)[0]
+    start = run_ranks(2, train, str(tmp_path / "cut"), 8, 4, expert_parallel_size=2, **options)
+    rest = run_ranks(4, train, str(tmp_path / "cut"), 8, None, resume=True, expert_parallel_size=4, **options)
+    name = "blocks.3.mlp.experts.{}.gate_keys"
+    assert (weights[name.format(0)] - weights[name.format(1)]).abs().max() > 3e-5  # training moved them apart
+    assert {n for _, own, _ in rest for n in own if ".experts." in n} == {n for n in weights if ".experts." in n}
+    for losses, own, found in rest:
+        assert start[0][0] + losses == pytest.approx(whole, abs=1e-5)
+        assert start[0][2] + found == pytest.approx(norms, rel=1e-4)
+        for n, weight in own.items():
+            torch.testing.assert_close(weight, weights[n], atol=3e-6, rtol=1e-5)
+
+
 def whole_run(rank, world, folder, **options):
     os.environ[PLOTS] = "1"
     config = make_config(folder, steps=10, optimizer="adamw", **options)

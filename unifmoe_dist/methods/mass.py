@@ -129,7 +129,8 @@ class MASSLayer(DynamicExpertLayer[MASSConfig]):
     own keys, row by row. Both then warm up anew: norms are noted, but no z, so that the source keeps its old ones.
     Before the next copy the last one is tried: if the task loss is no higher without it, it is taken back, at most
     `patience` times. While experts may be added the auxiliary loss, weight 0.01, is the sum of squared cosines between
-    the router rows of copy and source; afterwards it is 0. There is no balance loss.
+    the router rows of copy and source; afterwards it is 0. There is no balance loss. Keys of gated experts are
+    those under the activation.
 
     Differences from the code, all because experts are sharded and the optimiser is DeepSpeed's: the update of the step
     is split, not its gradient (for SGD that is the same); the two task losses are compared after the step; with several
@@ -179,13 +180,14 @@ class MASSLayer(DynamicExpertLayer[MASSConfig]):
     def _weights(self) -> ExpertWeights:
         """The experts' weights, whose gradient is watched while experts may be added."""
         weights = super()._weights()
-        if not self.training or self.progress[2] or not weights.keys.requires_grad or not torch.is_grad_enabled():
+        keys = self.experts.activated_keys
+        if not self.training or self.progress[2] or not keys.requires_grad or not torch.is_grad_enabled():
             return weights
         if self._watch is None:
-            self._watch = _Watch(self.experts.keys, self.router.weight)
-        keys = weights.keys.view_as(weights.keys)
-        keys.register_hook(self._watch.add)
-        return replace(weights, keys=keys)
+            self._watch = _Watch(keys, self.router.weight)
+        watched = keys.view_as(keys)
+        watched.register_hook(self._watch.add)
+        return replace(weights, keys=watched) if weights.gate_keys is None else replace(weights, gate_keys=watched)
 
     @torch.no_grad()
     def after_step(self, applied: AppliedStep) -> list[ChangedRows]:
@@ -276,8 +278,9 @@ class MASSLayer(DynamicExpertLayer[MASSConfig]):
         if copy is not None:
             changes += [ChangedRows(p, self.experts.rows(p, copy), True) for p in self.experts.parameters()]
         if mine is not None:
-            self.experts.keys[mine] = _along(watch.keys[mine], self.experts.keys[mine])
-            changes.append(ChangedRows(self.experts.keys, [mine], False))
+            keys = self.experts.activated_keys
+            keys[mine] = _along(watch.keys[mine], keys[mine])
+            changes.append(ChangedRows(keys, [mine], False))
         self.active[slot] = True
         self.source[slot] = expert
         self.seen[expert] = self.seen[slot] = 0

@@ -86,8 +86,20 @@ class InBf16(nn.Module):
         return self.layer(x.bfloat16()).to(x.dtype)
 
 
-def dense_ffn(dim: int, hidden: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim))
+def dense_ffn(dim: int, hidden: int, gated: bool = False) -> nn.Module:
+    up, down = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+    return SwiGLU(nn.Linear(dim, hidden), up, down) if gated else nn.Sequential(up, nn.GELU(), down)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = gate, up, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 def has_fast_bf16() -> bool:
@@ -115,8 +127,9 @@ def contenders(shape: Shape, x: Tensor, top_ks: Sequence[int] = (1, 2), referenc
         reference: Whether to time the masked reference, which computes every expert in full.
     """
     device, dtype = x.device, x.dtype
-    dense = dense_ffn(shape.dim, shape.hidden).to(device, dtype)
-    layer = UniFMoELayer(UniFMoEConfig(shape.dim, shape.hidden, shape.experts, shape.blocks)).to(device, dtype)
+    dense = dense_ffn(shape.dim, shape.hidden, shape.gated).to(device, dtype)
+    sizes = shape.dim, shape.hidden, shape.experts, shape.blocks, "silu" if shape.gated else "gelu"
+    layer = UniFMoELayer(UniFMoEConfig(*sizes, gated=shape.gated)).to(device, dtype)
     if shape.block_compute is not None:
         at_operating_point(layer, x, shape.block_compute)
     ffns = layer.route(x).block_compute.float().mean().item() / shape.blocks
@@ -130,9 +143,10 @@ def contenders(shape: Shape, x: Tensor, top_ks: Sequence[int] = (1, 2), referenc
     yield Contender("UniF-MoE, torch grouped_mm", lambda: layer, ffns, through_grouped_mm, peer=True)
     if reference:
         yield Contender("UniF-MoE, masked reference", lambda: layer, ffns, lambda: use_kernels("reference"))
+    alike = replace(shape, hidden=3 * shape.hidden // 2) if shape.gated else shape  # two matrices cost as much
     for top_k in top_ks:
         for name, build in PEERS.items():
-            yield Contender(f"{name} top-{top_k}", partial(build, shape, top_k, device, dtype), float(top_k), peer=True)
+            yield Contender(f"{name} top-{top_k}", partial(build, alike, top_k, device, dtype), float(top_k), peer=True)
 
 
 def run_layer(
@@ -156,7 +170,9 @@ def run_layer(
     sizes = f"N={shape.tokens}, d={shape.dim}, H={shape.hidden}, K={shape.experts}, B={shape.blocks}"
     if shape.block_compute is None:
         sizes += ", router as it starts"
-    flops = 4.0 * shape.tokens * shape.dim * shape.hidden
+    if shape.gated:
+        sizes += ", gated"
+    flops = (6.0 if shape.gated else 4.0) * shape.tokens * shape.dim * shape.hidden
     return Result(shape.name, sizes, flops, rate, [s.timing for s in subjects], skipped, shape)
 
 
@@ -168,19 +184,24 @@ def grouped_mm_block_ffn(
     `torch.nn.functional.grouped_mm` takes all (expert, block) groups in one call; gather, activation, gate and sum are
     separate, and autograd keeps what they make.
     """
-    experts, hidden, dim = weights.keys.shape
+    experts, _, dim = weights.keys.shape
     groups = experts * weights.num_blocks
     selected_EBN = (gates_NE != 0).T[:, None, :] & blocks_NB.T[None, :, :]
     expert_R, block_R, row_R = selected_EBN.nonzero(as_tuple=True)
     ends_G = selected_EBN.sum(-1).flatten().cumsum(0).to(torch.int32)
-    keys_GMD = weights.keys.view(groups, hidden // weights.num_blocks, dim)
-    values_GMD = weights.values.view_as(keys_GMD)
-    pre_RM = F.grouped_mm(x_ND.index_select(0, row_R), keys_GMD.transpose(1, 2), offs=ends_G)
-    if weights.key_bias is not None:
-        bias_GM = weights.key_bias.view(groups, -1)
-        pre_RM = pre_RM + bias_GM.index_select(0, expert_R * weights.num_blocks + block_R)
+    x_RD, group_R = x_ND.index_select(0, row_R), expert_R * weights.num_blocks + block_R
+
+    def read(keys: Tensor, bias: Tensor | None) -> Tensor:
+        pre_RM = F.grouped_mm(x_RD, keys.view(groups, -1, dim).transpose(1, 2), offs=ends_G)
+        return pre_RM if bias is None else pre_RM + bias.view(groups, -1).index_select(0, group_R)
+
+    hidden_RM = read(weights.keys, weights.key_bias)
+    if weights.gate_keys is None:
+        hidden_RM = FUNCTIONS[weights.activation](hidden_RM)
+    else:
+        hidden_RM = FUNCTIONS[weights.activation](read(weights.gate_keys, weights.gate_key_bias)) * hidden_RM
     gate_R1 = gates_NE[row_R, expert_R, None].to(x_ND.dtype)
-    out_RD = F.grouped_mm(FUNCTIONS[weights.activation](pre_RM) * gate_R1, values_GMD, offs=ends_G)
+    out_RD = F.grouped_mm(hidden_RM * gate_R1, weights.values.view(groups, -1, dim), offs=ends_G)
     y_ND = torch.zeros_like(x_ND, dtype=torch.float32).index_add(0, row_R, out_RD.float())
     if weights.value_bias is not None:
         y_ND = y_ND + gates_NE.float() @ weights.value_bias.float()
@@ -258,7 +279,7 @@ def run_model(
     flops = float(counter.get_total_flops())
     ffn = find_adapter(dense).read(find_adapter(dense).blocks(dense)[model.layers[0]])
     shape = Shape(model.name, 0, ffn.up.in_features, ffn.up.out_features, model.experts, model.blocks)
-    ffn_flops = 4.0 * len(_inputs_of(dense, ffn.up, inputs)) * shape.dim * shape.hidden
+    ffn_flops = 2.0 * len(ffn.projections) * len(_inputs_of(dense, ffn.up, inputs)) * shape.dim * shape.hidden
 
     def work(ffns: float) -> float:
         return 1 + len(model.layers) * (ffns - 1) * ffn_flops / flops

@@ -27,6 +27,7 @@ class Shape:
     experts: int  # residual experts K
     blocks: int  # B
     block_compute: float | None = None  # mean C_B to bring the router to; None leaves it as it starts, nearly uniform
+    gated: bool = False  # SwiGLU in place of GELU; peers' experts are then as wide as costs them as much
 
 
 BuildPeer = Callable[[Shape, int, torch.device, torch.dtype], nn.Module]

@@ -128,7 +128,8 @@ def layer_cost(layer: Any, usage: UsageSummary, tokens: float) -> LayerCost:
     banks = [module for module in layer.modules() if isinstance(module, BlockExperts)]
     dim = bank.keys.shape[2]
     width = layer.config.hidden_dim / layer.config.num_blocks
-    channel = 2 * dim + (bank.key_bias is not None)
+    matrices = 2 if bank.gate_keys is None else 3
+    channel = matrices * dim + (0 if bank.key_bias is None else matrices - 1)
     experts_used = usage.expert_count + len(banks) - 1
     used = usage.block_compute * width * channel + experts_used * (0 if bank.value_bias is None else dim)
     parameters = sum(p.numel() for p in layer.parameters())
@@ -141,7 +142,7 @@ def layer_cost(layer: Any, usage: UsageSummary, tokens: float) -> LayerCost:
         activated=parameters - held + used,
         tokens=tokens,
         routing_flops=counter.get_total_flops() / len(x),
-        expert_flops=usage.block_compute * width * 4 * dim,
+        expert_flops=usage.block_compute * width * 2 * matrices * dim,
     )
 
 

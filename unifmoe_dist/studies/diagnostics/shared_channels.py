@@ -3,13 +3,14 @@ of them share (eq. shared-set of the paper)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.experts import FFN
 from unifmoe_dist.kernels.activations import FUNCTIONS
 from unifmoe_dist.studies.diagnostics.rankings import expert_pairs
 
@@ -18,6 +19,7 @@ from unifmoe_dist.studies.diagnostics.rankings import expert_pairs
 class FrozenExperts:
     """K FFNs of H hidden channels, `E_e(x) = sum_h act(x . keys[e, h] + key_bias[e, h]) values[e, h]` (eq. ffn-kv).
 
+    In gated ones act reads `x . gate_keys[e, h] + gate_key_bias[e, h]`, and what the keys read is multiplied with it.
     The paper omits biases. The up bias belongs to its channel. The down bias is one more channel, of constant
     activation 1: it is the last row of `values`, and like any other is shared by a pair of experts where the two rows
     are aligned. It counts in no shared ratio, whose H channels are those of the paper.
@@ -27,6 +29,8 @@ class FrozenExperts:
     key_bias: Tensor  # (K, H)
     values: Tensor  # (K, C, d); C is H, or H + 1 with a down bias
     activation: str
+    gate_keys: Tensor | None = None  # (K, H, d)
+    gate_key_bias: Tensor | None = None  # (K, H), given with gate_keys
 
     @property
     def num_experts(self) -> int:
@@ -43,8 +47,8 @@ class FrozenExperts:
         return FrozenExperts.from_ffns(ffns, layer.config.activation)
 
     @staticmethod
-    def from_ffns(ffns: list[tuple[Tensor, Tensor | None, Tensor, Tensor | None]], activation: str) -> FrozenExperts:
-        """From weights in nn.Linear layouts: up (H, d), up bias (H,), down (d, H), down bias (d,).
+    def from_ffns(ffns: list[FFN], activation: str) -> FrozenExperts:
+        """From weights in nn.Linear layouts, as `ExpertLayer.ffn_weights` gives them.
 
         Raises:
             UserError: Fewer than two experts, or an unknown activation.
@@ -53,20 +57,29 @@ class FrozenExperts:
             raise UserError(f"The diagnostics compare pairs of experts; this layer has {len(ffns)}.")
         if activation not in FUNCTIONS:
             raise UserError(f"activation {activation!r} is not known; choose one of {', '.join(FUNCTIONS)}.")
-        up, up_bias, down, down_bias = (
+        up, up_bias, down, down_bias, *gate = (
             None if column[0] is None else torch.stack(column).double() for column in map(list, zip(*ffns, strict=True))
         )
         assert up is not None and down is not None
         values = down.mT if down_bias is None else torch.cat([down.mT, down_bias[:, None]], dim=1)
-        return FrozenExperts(up, up.new_zeros(up.shape[:2]) if up_bias is None else up_bias, values, activation)
+        none = up.new_zeros(up.shape[:2])
+        if gate and gate[1] is None:
+            gate[1] = none
+        return FrozenExperts(up, none if up_bias is None else up_bias, values, activation, *gate)
 
     def to(self, dtype: torch.dtype) -> FrozenExperts:
-        return FrozenExperts(self.keys.to(dtype), self.key_bias.to(dtype), self.values.to(dtype), self.activation)
+        tensors: dict[str, Any] = {n: value.to(dtype) for n, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)
 
     def activations(self, x: Tensor) -> Tensor:
         """(K, N, C): what every channel of every expert multiplies its value by, for (N, d) tokens."""
-        pre = torch.baddbmm(self.key_bias[:, None], x.to(self.keys).expand(self.num_experts, -1, -1), self.keys.mT)
-        hidden = FUNCTIONS[self.activation](pre)
+        tokens = x.to(self.keys).expand(self.num_experts, -1, -1)
+        hidden = torch.baddbmm(self.key_bias[:, None], tokens, self.keys.mT)
+        if self.gate_keys is None or self.gate_key_bias is None:
+            hidden = FUNCTIONS[self.activation](hidden)
+        else:
+            gate = torch.baddbmm(self.gate_key_bias[:, None], tokens, self.gate_keys.mT)
+            hidden = FUNCTIONS[self.activation](gate) * hidden
         if self.values.shape[1] == self.hidden_dim:
             return hidden
         return torch.cat([hidden, hidden.new_ones(*hidden.shape[:2], 1)], dim=2)

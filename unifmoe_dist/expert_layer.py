@@ -228,7 +228,8 @@ class ExpertLayer(nn.Module, Generic[Config]):
 
         Args:
             expert: A name in `replicated` or a global index 0..K-1; an expert that another rank holds is skipped here.
-            gate_weight, gate_bias: The projection under the activation, of a gated FFN; else None.
+            gate_weight: The projection under the activation, of a gated FFN; else None.
+            gate_bias: Its bias.
         """
         bank, index = self._locate(expert)
         if 0 <= index < (1 if expert in self.replicated else self.num_local_experts):

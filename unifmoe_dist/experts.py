@@ -33,7 +33,8 @@ def bias_like(saved: Tensor, own: Tensor) -> Tensor:
 class ExpertWeights:
     """Tensors of E experts: keys and values (E, H, D), key_bias (E, H) or None, value_bias (E, D) or None.
 
-    Gated ones have gate_keys (E, H, D) and gate_key_bias, like key_bias; None where they are not gated.
+    Gated ones have gate_keys (E, H, D) and gate_key_bias, like key_bias; None where they are not gated. `training` is
+    the mode of the module whose they are.
     """
 
     keys: Tensor
@@ -44,6 +45,7 @@ class ExpertWeights:
     activation: str
     gate_keys: Tensor | None = None
     gate_key_bias: Tensor | None = None
+    training: bool = False
 
 
 class BlockExperts(Lender):
@@ -92,7 +94,15 @@ class BlockExperts(Lender):
     def weights(self) -> ExpertWeights:
         key_bias, value_bias, gate_bias = (self.by_expert(getattr(self, name)) for name in BIASES)
         return ExpertWeights(
-            self.keys, self.values, key_bias, value_bias, self.num_blocks, self.activation, self.gate_keys, gate_bias
+            self.keys,
+            self.values,
+            key_bias,
+            value_bias,
+            self.num_blocks,
+            self.activation,
+            self.gate_keys,
+            gate_bias,
+            self.training,
         )
 
     def by_expert(self, bias: Tensor | None) -> Tensor | None:

@@ -25,7 +25,7 @@ class ByProducts:
     Args:
         coefficients: (N, E) float32, alpha and the gates side by side; carries gradient.
         statistics: (6 + K + B,) float64, the sums that `Usage` keeps.
-        group_offsets: Where the rows of every (expert, block) group start in every span of tokens; the GPU path's own.
+        group_offsets: Where the rows of every (expert, block) group start in every span of tokens, on the GPU path.
     """
 
     coefficients: Tensor
@@ -59,6 +59,12 @@ class Routing:
     expert_count: Tensor
     dropped: Tensor | None = None
     by_products: ByProducts | None = field(default=None, init=False)
+
+    def coefficients(self) -> Tensor:
+        """(N, K + 1) float32, alpha and the gates side by side."""
+        if self.by_products is not None:
+            return self.by_products.coefficients
+        return torch.cat([self.shared_demand[:, None], self.gates], dim=1)
 
     def carriers(self) -> tuple[Tensor, ...]:
         """The tensors that carry gradient."""

@@ -1,4 +1,5 @@
-"""Which kernels run: Triton on CUDA devices from Ampere on, for shapes it takes and has proven; plain torch elsewhere.
+"""Which kernels run: Triton on CUDA devices from Ampere on, for shapes it takes and has proven; plain torch elsewhere,
+but for a few tokens on the CPU, which a compiled function takes.
 
 The layer calls these functions only. `use_kernels` overrides the choice, for tests and measurements.
 """
@@ -17,6 +18,7 @@ from unifmoe_dist.eager import in_transform
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts, ExpertWeights
 from unifmoe_dist.kernels import self_test
+from unifmoe_dist.kernels.cpu import few_rows
 from unifmoe_dist.kernels.dropout import HiddenDropout
 from unifmoe_dist.kernels.grouped import grouped_block_ffn
 from unifmoe_dist.kernels.reference import reference_block_ffn
@@ -66,6 +68,8 @@ def block_ffn(
         from unifmoe_dist.kernels.triton.ffn import TritonOptions, triton_block_ffn
 
         return triton_block_ffn(x_ND, gates_NE, blocks_NB, weights, options=TritonOptions(**_options), dropout=dropout)
+    if _few_rows(x_ND, dropout, weights):
+        return few_rows.few_rows_ffn(x_ND, gates_NE, blocks_NB, weights)
     kernel = reference_block_ffn if _choice == "reference" or in_transform() else grouped_block_ffn
     return kernel(x_ND, gates_NE, blocks_NB, weights, dropout)
 
@@ -73,7 +77,7 @@ def block_ffn(
 def shared_and_residual_ffn(
     x_ND: Tensor, routing: Routing, shared: ExpertWeights, residual: ExpertWeights, dropout: HiddenDropout | None = None
 ) -> Tensor:
-    """alpha(x) E_shr^S(x) + sum of p_i(x) E_i^R(x) where all experts are here; in Triton, in the same launches.
+    """alpha(x) E_shr^S(x) + sum of p_i(x) E_i^R(x) where all experts are here; in fused kernels, together.
 
     To `dropout` the shared expert is number 0, and the residual ones follow.
     """
@@ -82,13 +86,9 @@ def shared_and_residual_ffn(
 
         with profile_range("residual_experts"):  # and the shared one
             made = routing.by_products
-            if made is None:
-                gates = torch.cat([routing.shared_demand[:, None], routing.gates], dim=1)
-            else:
-                gates = made.coefficients
             return triton_block_ffn(
                 x_ND,
-                gates,
+                routing.coefficients(),
                 routing.shared_blocks,
                 residual,
                 shared,
@@ -96,6 +96,9 @@ def shared_and_residual_ffn(
                 None if made is None else made.group_offsets,
                 dropout,
             )
+    if _few_rows(x_ND, dropout, shared, residual):
+        with profile_range("residual_experts"):  # and the shared one
+            return few_rows.few_rows_ffn(x_ND, routing.coefficients(), routing.shared_blocks, residual, shared)
     with profile_range("shared_experts"):
         shared_output = block_ffn(x_ND, routing.shared_demand[:, None], routing.shared_blocks, shared, dropout)
     with profile_range("residual_experts"):
@@ -116,6 +119,9 @@ def route_tokens(x_ND: Tensor, router: Router, shared: BlockExperts, token_mask_
         with torch.autocast(x_ND.device.type, enabled=False):
             return triton_route(x_ND, router.weight, shared.activated_keys[0], shared.num_blocks, token_mask_N)
     assert token_mask_N is None
+    usual = _choice == "auto" and router.policies == RouterPolicies()
+    if usual and few_rows.takes(x_ND, shared.training, router.weight, shared.activated_keys):
+        return few_rows.route_few(x_ND, router, shared)
     return router.decide(x_ND, shared.prototypes()[0])
 
 
@@ -130,6 +136,10 @@ def _wants_triton(x: Tensor) -> bool:
     if _choice != "auto":
         return _choice == "triton"
     return x.is_cuda and _TRITON_INSTALLED and torch.cuda.get_device_capability(x.device)[0] >= 8
+
+
+def _few_rows(x: Tensor, dropout: HiddenDropout | None, *banks: ExpertWeights) -> bool:
+    return _choice == "auto" and dropout is None and few_rows.takes_banks(x, *banks)
 
 
 def _triton_for(x: Tensor, weights: ExpertWeights, dropout: HiddenDropout | None) -> bool:

@@ -1,0 +1,64 @@
+"""few_rows.c as functions: compiled once a machine, in under a second, and kept in ~/.cache/unifmoe_dist."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from ctypes import c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+_SOURCE = Path(__file__).with_name("few_rows.c")
+_SIGNATURES = {  # addresses, then sizes, as in the source
+    "route": "aaa nnnn aaaaaa",
+    "plan": "aa nnnn aa",
+    "up": "aaa nnnn aaaaa n",
+    "down": "aaaa nnnnn aaaaa n",
+}
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled functions; None where there is no C compiler, or it does not take the source."""
+    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return None
+    digest = hashlib.sha256(f"{platform.machine()} {compiler}".encode() + _SOURCE.read_bytes()).hexdigest()[:16]
+    try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unifmoe_dist" / "kernels"
+        return _loaded(_built(compiler, root / f"few_rows-{digest}.so"))
+    except (OSError, RuntimeError):  # no home, or none to write to
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                return _loaded(_built(compiler, Path(folder) / "few_rows.so"))
+            except OSError:
+                return None
+
+
+def _built(compiler: str, path: Path) -> Path:
+    """The library at `path`, compiled unless it is there. Raises OSError where that fails."""
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # processes of a job may start together
+        made = Path(folder) / path.name
+        command = [compiler, "-O3", "-std=gnu11", "-shared", "-fPIC", str(_SOURCE), "-o", str(made), "-lm"]
+        for threads in (["-fopenmp"], []):  # Apple's compiler has no OpenMP
+            if subprocess.run([*command, *threads], capture_output=True, check=False).returncode == 0:
+                os.replace(made, path)
+                return path
+    raise OSError(f"{compiler} does not compile {_SOURCE}")
+
+
+def _loaded(path: Path) -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(path))
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.argtypes = [c_void_p if kind == "a" else c_int64 for kind in arguments.replace(" ", "")]
+        function.restype = c_int64 if name == "plan" else None
+    return loaded

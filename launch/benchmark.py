@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Time a UniF-MoE layer beside the dense FFN and its peers: `python launch/benchmark.py [--output FOLDER]`.
 
-`--sweep` times small to large layers, `--models` whole models; either alone leaves the paper's layers out.
+`--sweep` times small to large layers, `--models` whole models, `--decoding` few tokens; each of them alone leaves the
+paper's layers out.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     text = "the paper's layers, at its C_B or with routers as they start"
     names("--shapes", nargs="+", choices=SHAPES, help=f"{text}: {', '.join(SHAPES)} (default: {shapes})")
     parser.add_argument("--sweep", action="store_true", help="time over the floor for a range of N, d and K")
+    text = "1 to 64 tokens without gradients, plain and gated, with warm and with swept caches"
+    parser.add_argument("--decoding", action="store_true", help=text)
     text = "gated FFNs (SwiGLU) of the same widths in --shapes and --sweep, dense and in experts"
     parser.add_argument("--gated", action="store_true", help=text)
     text = f"whole models, inference and training step: {', '.join(MODELS)} (default: {models})"
@@ -41,7 +44,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     positive = {
         "tokens": (int, "N of --shapes (default: the paper's on a GPU, fewer on the CPU)"),
         "batch": (int, "of --models (default: 64 and 32 on a GPU, 4 and 1 on the CPU)"),
-        "seconds": (float, "time per layer or model (default: 30, in a sweep 5)"),
+        "seconds": (float, "time per layer or model (default: 30, in a sweep and of a number of tokens 5)"),
         "threads": (int, "CPU threads (default: torch's)"),
     }
     for name, (kind, text) in positive.items():
@@ -54,9 +57,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             raise UserError(f"--{name} must be above 0 and finite, not {value}.")
     if options.batch is not None and options.models is None:
         raise UserError("--batch belongs to --models, which is not given; --tokens sets the size of --shapes.")
-    if options.tokens is not None and options.shapes is None and (options.models is not None or options.sweep):
+    others = options.models is not None or options.sweep or options.decoding
+    if options.tokens is not None and options.shapes is None and others:
         raise UserError("--tokens belongs to --shapes, which is not given; --batch sets the size of --models.")
-    if options.gated and options.shapes is None and options.models is not None and not options.sweep:
+    if options.gated and options.shapes is None and not options.sweep and others:
         raise UserError("--gated belongs to --shapes and --sweep, and neither is given; models have the FFN they have.")
     return options
 
@@ -64,7 +68,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def chosen(options: argparse.Namespace, on_gpu: bool) -> tuple[list[str], list[str]]:
     """Names of layers and of models: those given, or else what the device can take."""
     shapes, models = options.shapes or [], options.models or []
-    if options.shapes is None and options.models is None and not options.sweep:
+    if options.shapes is None and options.models is None and not options.sweep and not options.decoding:
         shapes = [name for name in SHAPES if on_gpu or name.startswith("vision")]
     if options.models == []:
         models = list(MODELS) if on_gpu else ["deit-s"]
@@ -77,7 +81,7 @@ def main(arguments: Sequence[str]) -> None:
     import torch
     from tqdm import tqdm
 
-    from unifmoe_dist.studies.benchmark import benchmark_results, side_by_side
+    from unifmoe_dist.studies.benchmark import benchmark_results, decoding, side_by_side
     from unifmoe_dist.studies.benchmark import layers_and_models as timed
 
     if options.threads:
@@ -121,6 +125,10 @@ def main(arguments: Sequence[str]) -> None:
         swept[key] = [timed.run_layer(shape, device, dtype, *how, brief=True) for shape in sized]
         path = options.output / f"sweep{suffix}"
         printed.append(benchmark_results.write(path, where, rate, "sweeps", swept))
+    if options.decoding:
+        with tqdm(desc="decoding", unit="round") as bar:
+            rows = decoding.time_decoding(device, dtype, options.seconds or 5.0, bar.update)
+        printed.append(decoding.write(options.output / f"decoding{suffix}", where, rows))
     print("\n" + "\n\n".join(printed) + "\n")
     print(f"table, JSON and plots: {options.output}")
 

@@ -20,8 +20,8 @@ from tests.support.jobs import run_job
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.studies.benchmark import benchmark_results as results_of
+from unifmoe_dist.studies.benchmark import decoding, side_by_side
 from unifmoe_dist.studies.benchmark import layers_and_models as benchmark
-from unifmoe_dist.studies.benchmark import side_by_side
 from unifmoe_dist.studies.benchmark.layers_and_models import dense_ffn
 from unifmoe_dist.studies.benchmark.peers import PEERS, Shape, reason
 from unifmoe_dist.studies.benchmark.side_by_side import Contender, Subject, Timing
@@ -350,6 +350,22 @@ def command():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_few_tokens(command, tmp_path, monkeypatch):
+    """Each row is of the layer that it names; the folder's other results stay."""
+    monkeypatch.setattr(decoding, "DIM", 24)
+    monkeypatch.setattr(decoding, "HIDDEN", 48)
+    monkeypatch.setattr(decoding, "TOKENS", (1, 3))
+    (tmp_path / "benchmark.md").write_text("kept")
+    command.main(["--decoding", "--seconds", "0.01", "--output", str(tmp_path)])
+    rows = json.loads((tmp_path / "decoding.json").read_text())["rows"]
+    assert [(row["ffn"], row["tokens"]) for row in rows] == [("plain", 1), ("plain", 3), ("gated", 1), ("gated", 3)]
+    for row in rows:
+        assert 1 - 1 / 8 <= row["work"] <= 6 and all(value > 0 for value in list(row.values())[2:])
+    text = (tmp_path / "decoding.md").read_text()
+    assert "d=24, H=48" in text and len([line for line in text.splitlines() if line.startswith("| ")]) == 6
+    assert (tmp_path / "benchmark.md").read_text() == "kept" and not (tmp_path / "benchmark.json").exists()
 
 
 def test_names_given_twice_count_twice(command):

@@ -10,10 +10,18 @@ if TYPE_CHECKING:
     from unifmoe_dist.config import UniFMoEConfig
     from unifmoe_dist.layer import UniFMoELayer
     from unifmoe_dist.routing import Routing
-    from unifmoe_dist.upcycling import diversity_loss, enable_from_pretrained, upcycle
+    from unifmoe_dist.upcycling import diversity_loss, enable_from_pretrained, register_adapter, upcycle
 
 __version__ = "0.1.0"
-__all__ = ["Routing", "UniFMoEConfig", "UniFMoELayer", "diversity_loss", "enable_from_pretrained", "upcycle"]
+__all__ = [
+    "Routing",
+    "UniFMoEConfig",
+    "UniFMoELayer",
+    "diversity_loss",
+    "enable_from_pretrained",
+    "register_adapter",
+    "upcycle",
+]
 
 _HOMES = {
     "Routing": "routing",
@@ -21,6 +29,7 @@ _HOMES = {
     "UniFMoELayer": "layer",
     "diversity_loss": "upcycling",
     "enable_from_pretrained": "upcycling",
+    "register_adapter": "upcycling",
     "upcycle": "upcycling",
 }
 _MODULES = (

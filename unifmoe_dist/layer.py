@@ -66,7 +66,8 @@ class UniFMoELayer(ExpertLayer[UniFMoEConfig]):
 
     def _share_first(self, x: Tensor, token_mask: Tensor | None, shared: BlockExperts) -> Tensor:
         with profile_range("route"):
-            routing = limit_load(self._route(x, token_mask, shared), self.config.capacity_factor)
+            limit = self.config.capacity_factor if self.training else None  # a token alone decides in evaluation
+            routing = limit_load(self._route(x, token_mask, shared), limit)
             self.usage.update(routing)
             _note_first_pass(self)
         dropout = self._draw_dropout(x)

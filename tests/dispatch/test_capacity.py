@@ -85,6 +85,14 @@ def test_outputs_and_gradients_match_the_equations(n, experts, factor, seed, spr
     assert summary.block_compute * n == pytest.approx(computed + sum(6 - r for r in residual))
 
 
+def test_evaluation_applies_no_limit():
+    limited, free = limited_layer(0.3).eval(), limited_layer(None).eval()
+    x = torch.randn(20, 10)
+    assert torch.equal(limited(x), free(x))
+    torch.testing.assert_close(limited(x)[3:4], limited(x[3:4]))  # a token alone decides
+    assert not torch.equal(limited.train()(x), free(x))
+
+
 def test_a_large_factor_equals_dropless_bit_for_bit():
     results = []
     for factor in (None, 4.0, 1e9):
@@ -190,7 +198,9 @@ def test_a_run_reports_what_it_dropped(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text())["dropped_fraction"] == summary["dropped_fraction"]
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     name, *_ = records[0]["layers"]
-    assert all(0 < record["layers"][name]["dropped"] < 1 for record in records)
+    for record in records:  # the limit is one of training
+        dropped = record["layers"][name]["dropped"]
+        assert 0 < dropped < 1 if record["kind"] == "train" else dropped == 0
     (events,) = (tmp_path / "tensorboard").rglob("events*")
     scalars = EventAccumulator(str(events.parent))
     scalars.Reload()

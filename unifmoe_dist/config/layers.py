@@ -84,8 +84,8 @@ class UniFMoEConfig(ExpertLayerConfig):
     Args:
         num_experts: Number K of residual experts; the shared expert comes on top.
         num_blocks: Number B of aligned blocks per expert; must divide hidden_dim and be at least 2.
-        capacity_factor: Largest load of an expert, as a multiple of the mean load of a rank's tokens; the weakest
-            assignments beyond it are dropped. None drops nothing.
+        capacity_factor: Largest load of an expert in training, as a multiple of the mean load of a rank's tokens; the
+            weakest assignments beyond it are dropped. None drops nothing.
         shared_demand: Fixed alpha, an ablation; b is round(B alpha). None adapts it to the token.
         fixed_experts: Fixed number k of residual experts per token, an ablation. None adapts it to the token.
         block_choice: How shared blocks are chosen: by prototype, or the first ones (prefix, an ablation).

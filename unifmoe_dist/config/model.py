@@ -43,8 +43,8 @@ class ModelConfig:
         fixed_experts: Fixed number k of residual experts of UniF-MoE, an ablation; null adapts it to the token.
         block_choice: How UniF-MoE chooses shared blocks: by prototype, or the first ones (prefix, an ablation).
         dispatcher: How tokens reach experts on other ranks.
-        capacity_factor: Largest load of an expert, as a multiple of the mean load of a rank's tokens; the weakest
-            assignments beyond it are dropped. null drops nothing.
+        capacity_factor: Largest load of an expert in training, as a multiple of the mean load of a rank's tokens; the
+            weakest assignments beyond it are dropped. null drops nothing.
     """
 
     backbone: str | None = None

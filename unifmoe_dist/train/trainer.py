@@ -86,6 +86,7 @@ class Trainer:
         )
         self.step, self.seconds, self.selection = 0, 0.0, Selection()
         self.skipped, self.saved_step, self.latest = 0, -1, ""
+        self.dropped: float | None = None
         self.signals = StopSignals()
         seed_everything(config.seed + 1 + ranks.rank)  # dropout differs between ranks
         if resuming:
@@ -208,6 +209,7 @@ class Trainer:
         local = torch.stack([torch.stack([entry[n] for n in names]) for entry in window]).mean(0)
         means = dict(zip(names, (self.ranks.all_sum(local) / self.ranks.world_size).tolist(), strict=True))
         usage = collect_usage(self.model, self.ranks)
+        self.dropped = mean_over_layers(usage, "dropped") if usage else 0.0
         kind = {"kind": "train", "step": self.step}
         self._record({**kind, **means, "lr": self.schedule.get_last_lr()[0], "skipped_steps": self.skipped}, usage)
         self.latest = f", loss {means['loss']:.3f}"
@@ -261,6 +263,7 @@ class Trainer:
         score = self._evaluate(self.task.test)
         summary = {
             **summarise(self.config, score),
+            "dropped_fraction": self.dropped,  # by the limit of capacity, in the steps last logged; testing has none
             "world_size": self.ranks.world_size,
             "wall_seconds": self.seconds,
             "expert_parallel_size": self.config.expert_parallel_size(self.ranks.world_size),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -20,6 +20,7 @@ from unifmoe_dist.lending import is_dtensor
 from unifmoe_dist.methods.registry import EVERY_LAYER, UNIF, method_of
 from unifmoe_dist.upcycling.dense_ffn import DenseFFN, check_projections
 from unifmoe_dist.upcycling.families import find_adapter
+from unifmoe_dist.upcycling.found import FoundFFNs
 
 
 def layer_class(name: str) -> type[ExpertLayer]:
@@ -81,15 +82,21 @@ def layer_maker(
 
 
 def convert(
-    model: nn.Module, layers: Iterable[int], make: Callable[[DenseFFN], ExpertLayer], router_seed: int | None = None
+    model: nn.Module,
+    layers: Iterable[int] | None,
+    make: Callable[[DenseFFN], ExpertLayer],
+    router_seed: int | None = None,
+    ffns: Mapping[str, Sequence[str]] | None = None,
 ) -> list[int]:
     """Replace FFNs by the layers that `make` makes for them, which start from the FFNs' weights.
 
     The model's config is not touched. Returns the indices counted from 0; the rest is as for `upcycle`.
     """
-    adapter = find_adapter(model)
+    adapter = find_adapter(model) if ffns is None else FoundFFNs.named(model, ffns)
     blocks = adapter.blocks(model)
-    indices = _resolve(layers, len(blocks))
+    if layers is None and ffns is None:
+        raise UserError(f"layers is not given; name those to upcycle, of 0 to {len(blocks) - 1}, as in [1, 3].")
+    indices = _resolve(range(len(blocks)) if layers is None else layers, len(blocks))
     made: dict[int, ExpertLayer] = {}
     for index in indices:
         if present := list(moe_layers(blocks[index]).values()):
@@ -151,7 +158,7 @@ def _resolve(layers: Iterable[int], depth: int) -> list[int]:
 
 def _require_weights(ffn: DenseFFN, index: int, model: nn.Module) -> None:
     """Refuse to copy weights that are not here, unless none of the model's are: then layers have none either."""
-    for part in ffn.projections:
+    for part in ffn.sources:
         weight = part.weight
         if is_dtensor(weight) or weight.dim() != 2 or getattr(part, "_is_fsdp_managed_module", False):
             where = "spread over ranks; upcycle the model before FSDP, ZeRO 3 or tensor parallelism takes it"

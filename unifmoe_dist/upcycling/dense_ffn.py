@@ -17,6 +17,10 @@ from torch.nn.utils import parametrize
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.lending import is_dtensor
 
+CONV1D = "transformers.pytorch_utils.Conv1D"
+"""GPT-2's linear map, whose weight is (in, out)."""
+FALCON_LINEAR = "transformers.models.falcon.modeling_falcon.FalconLinear"
+"""A linear map in a forward of its own."""
 _NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _SPELLINGS = {
     "gelu": "GELU GELUActivation gelu",
@@ -56,6 +60,15 @@ class DenseFFN:
     down: nn.Linear
     activation: str
     gate: nn.Linear | None = None
+    held_by: tuple[Any, ...] = ()
+
+    @property
+    def sources(self) -> tuple[Any, ...]:
+        """The modules of the model that hold the projections' weights: the projections, unless `held_by` names others.
+
+        One module may hold gate and up, or hold a weight transposed.
+        """
+        return self.held_by or self.projections
 
     @property
     def projections(self) -> tuple[nn.Linear, ...]:
@@ -106,23 +119,27 @@ def check_projections(ffn: DenseFFN, model: nn.Module) -> None:
     Raises:
         UserError: a projection carries an adapter, is quantised, or has a forward or a weight of its own making.
     """
-    for part in ffn.projections:
-        if reason := _unfit(part):
-            kind = f"{type(part).__module__}.{type(part).__qualname__}"
-            raise UserError(f"{_place(part, model)} is a {kind}, {reason}")
+    for part in ffn.sources:
+        if reason := unfit(part):
+            raise UserError(f"{_place(part, model)} is a {kind_of(part)}, {reason}")
 
 
 def _place(part: nn.Module, model: nn.Module) -> str:
     return next((name for name, module in model.named_modules() if module is part), "a projection of the FFN")
 
 
-def _unfit(part: nn.Module) -> str | None:
+def kind_of(part: Any) -> str:
+    return f"{type(part).__module__}.{type(part).__qualname__}"
+
+
+def unfit(part: Any) -> str | None:
+    """Why a projection cannot be copied, as the rest of a sentence that names it; None where it can."""
     if hasattr(part, "base_layer"):
         return (
             "which carries an adapter; merge the adapters first (merge_and_unload), or upcycle the model before it "
             "gets adapters."
         )
-    if not isinstance(part, nn.Linear):
+    if not isinstance(part, nn.Linear) and kind_of(part) != CONV1D:
         return "where upcycling needs torch.nn.Linear; put one with the same weights in its place."
     weight = part.weight
     plain = type(weight) in (nn.Parameter, Tensor) or is_dtensor(weight)
@@ -133,7 +150,8 @@ def _unfit(part: nn.Module) -> str | None:
         )
     own = part.__dict__.get("forward")
     hooked = hasattr(part, "_hf_hook")  # Accelerate's, which only brings weights and inputs together
-    if type(part).forward is not nn.Linear.forward or (own is not None and not hooked):
+    linear = type(part).forward is nn.Linear.forward or kind_of(part) in (CONV1D, FALCON_LINEAR)
+    if not linear or (own is not None and not hooked):
         return "which computes more than a linear map in a forward of its own; that would be lost in the experts."
     if parametrize.is_parametrized(part) or "weight" not in part._parameters:
         return (

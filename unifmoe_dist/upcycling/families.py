@@ -11,7 +11,9 @@ from torch import nn
 
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling.dense_ffn import Adapter, DenseFFN
+from unifmoe_dist.upcycling.found import find_ffns
 from unifmoe_dist.upcycling.huggingface import BertLike, DistilBertLike, ViTLike
+from unifmoe_dist.upcycling.reader import WAY_OUT, Parts, read_ffn
 
 
 class TimmViT:
@@ -25,21 +27,17 @@ class TimmViT:
 
     def matches(self, model: Any) -> bool:
         timm_vit = sys.modules.get("timm.models.vision_transformer")  # loaded if the model is one of these
-        return timm_vit is not None and isinstance(model, timm_vit.VisionTransformer)
+        vit = timm_vit is not None and isinstance(model, timm_vit.VisionTransformer)
+        return vit and all(hasattr(block, "mlp") for block in model.blocks)
 
     def blocks(self, model: Any) -> Sequence[nn.Module]:
         return model.blocks
 
     def read(self, block: Any) -> DenseFFN:
-        mlp: Any = getattr(block, "mlp", None)
-        if type(mlp).__name__ != "Mlp":
-            raise UserError(f"The FFN of {type(block).__name__} is {type(mlp).__name__}; upcycling needs timm's Mlp.")
-        if not isinstance(mlp.norm, nn.Identity):
-            raise UserError(
-                f"The FFN normalises its hidden channels with {type(mlp.norm).__name__}, blocks cannot; "
-                "use a model without that norm."
-            )
-        return DenseFFN.of(mlp.fc1, mlp.act, mlp.fc2)
+        parts = Parts.of(block.mlp)
+        if parts is None:
+            raise UserError(f"mlp of a {type(block).__name__} has not the projections of an FFN; {WAY_OUT}")
+        return read_ffn(block.mlp, "mlp", parts)
 
     def install(self, block: Any, layer: Any) -> None:
         mlp = block.mlp
@@ -52,6 +50,7 @@ class TimmViT:
         block.mlp = nn.Sequential(layer, mlp.drop2).train(mlp.training) if mlp.drop2.p > 0 else layer
 
 
+_WRAPPERS = ("torch.nn.parallel.", "torch._dynamo.", "torch.distributed.", "deepspeed.", "peft.")
 ADAPTERS: list[Adapter] = [
     TimmViT(),
     BertLike("BERT", model_type="bert"),
@@ -65,25 +64,53 @@ ADAPTERS: list[Adapter] = [
 ]
 
 
+def register_adapter(adapter: Adapter) -> None:
+    """Let `upcycle` and `from_pretrained` know a model family, in this process; before those that are known already.
+
+    Raises:
+        UserError: the adapter lacks a name or one of the four functions of `Adapter`.
+    """
+    for name in ("name", "matches", "blocks", "read", "install"):
+        if not hasattr(adapter, name):
+            raise UserError(f"{type(adapter).__name__} has no {name}; an adapter has what `Adapter` lists.")
+    ADAPTERS.insert(0, adapter)
+
+
 def find_adapter(model: nn.Module) -> Adapter:
-    """The adapter for a model. Raises UserError where no family matches."""
+    """The adapter for a model: of its family, or one made for what is found in it.
+
+    Raises:
+        UserError: no family matches, and no FFNs are found that could become experts; or the model is wrapped.
+    """
     if adapter := match_adapter(model):
         return adapter
-    transformers = sys.modules.get("transformers.modeling_utils")
-    theirs = transformers is not None and isinstance(model, transformers.PreTrainedModel)
-    if not theirs or not type(model).__module__.startswith("transformers."):  # else a family of its own
-        for name, inner in model.named_modules():
-            if name and match_adapter(inner):
-                raise UserError(
-                    f"{type(model).__name__} wraps a {type(inner).__name__}, its .{name}; upcycle that one, before it "
-                    "is wrapped."
-                )
+    if inner := wrapped_model(model):
+        name, kind = inner
+        raise UserError(f"{type(model).__name__} wraps a {kind}, its .{name}; upcycle that one, before it is wrapped.")
+    if found := find_ffns(model):
+        return found
     families = ", ".join(adapter.name for adapter in ADAPTERS)
     raise UserError(
-        f"{type(model).__name__} cannot be upcycled; supported model families: {families}. For another, write an "
-        "unifmoe_dist.upcycling.Adapter, which says where its FFNs are, and add it with ADAPTERS.append(...): see "
-        '"Another family" in docs/upcycling.md.'
+        f"{type(model).__name__} cannot be upcycled: no stack of layers with FFNs of linear maps was found in it, and "
+        f"it is of none of the families {families}; if it has FFNs, {WAY_OUT}"
     )
+
+
+def wrapped_model(model: nn.Module) -> tuple[str, str] | None:
+    """Name and class of the model inside one that only wraps it: a wrapper of PyTorch's, or a class around a model."""
+    if type(model).__module__.startswith(_WRAPPERS) and (child := next(model.named_children(), None)):
+        name, inner = child
+        deeper = wrapped_model(inner)
+        return (f"{name}.{deeper[0]}", deeper[1]) if deeper else (name, type(inner).__name__)
+    transformers = sys.modules.get("transformers.modeling_utils")
+    pretrained = () if transformers is None else transformers.PreTrainedModel
+    theirs = any(base.__module__.startswith("transformers.models.") for base in type(model).mro())
+    if theirs and isinstance(model, pretrained):
+        return None
+    for name, inner in model.named_modules():
+        if name and (match_adapter(inner) or isinstance(inner, pretrained)):
+            return name, type(inner).__name__
+    return None
 
 
 def match_adapter(model: nn.Module) -> Adapter | None:

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling.convert import convert, layer_maker, moe_layers, saved_arguments
-from unifmoe_dist.upcycling.families import find_adapter, match_adapter
+from unifmoe_dist.upcycling.families import find_adapter, wrapped_model
 
 KEY = "unif_moe"
 """What a saved model's configuration tells of its upcycling, one entry per call."""
@@ -83,19 +83,47 @@ def _rebuild(model: nn.Module) -> None:
                 f"This model was saved with its experts spread over {note['expert_parallel_size']} ranks; "
                 "save it from a run with expert_parallel_size 1, or load the run's own checkpoint."
             )
-        if moe_layers(model) and match_adapter(model) is None:
+        if moe_layers(model) and wrapped_model(model):
             return  # a class of somebody's own, around a model that has its layers already
-        blocks = find_adapter(model).blocks(model)
+        part = _resolve(model, note.get("part", ""))
+        if part is None:
+            continue  # this is a part itself, made with the configuration of the whole, which follows
+        if "ffns" in note:
+            _rebuild_named(part[1], note)
+            continue
+        blocks = find_adapter(part[1]).blocks(part[1])
         # A model may be loaded with fewer layers than were saved: what is above is left out, as Transformers does.
         kept = [index for index in note["layers"] if index < len(blocks)]
         missing = [index for index in kept if not moe_layers(blocks[index])]
         if missing:
-            convert(model, missing, layer_maker(**saved_arguments(note)))
+            convert(part[1], missing, layer_maker(**saved_arguments(note)))
             if not note.get("flat_biases"):  # from_pretrained compares shapes, and the files have the older ones
                 for index in missing:
                     for layer in moe_layers(blocks[index]).values():
                         for bank in layer.banks():
                             bank.stack_biases()
+
+
+def _rebuild_named(model: nn.Module, note: dict[str, Any]) -> None:
+    """Layers in the place of FFNs that were named; names may be those in the body or in a model with a head."""
+    ffns = {}
+    for index, (place, names) in enumerate(note["ffns"].items()):
+        found = _resolve(model, place) if index in note["layers"] else None
+        if found and not moe_layers(found[1]):
+            ffns[found[0]] = names
+    if ffns:
+        convert(model, None, layer_maker(**saved_arguments(note)), ffns=ffns)
+
+
+def _resolve(model: nn.Module, place: str) -> tuple[str, nn.Module] | None:
+    """Name and module of what a note calls `place`, with or without the name of the body before it."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    for name in (place, place.removeprefix(prefix), prefix + place):
+        try:
+            return name, model.get_submodule(name)
+        except AttributeError:
+            continue
+    return None
 
 
 def _prepare_saving(model: Any) -> None:
@@ -119,7 +147,10 @@ def _prepare_saving(model: Any) -> None:
         for name, part in model.named_modules()
         if name and part.__dict__.get("config") is not None and getattr(part.config, KEY, None)
     }
+    outermost = {id(part.config): name for name, part in reversed(parts.items())}
     for name, part in parts.items():
+        if outermost[id(part.config)] != name:
+            continue
         if part is model.base_model:
             adopt(model, getattr(part.config, KEY))
         elif part.config is not model.config and not _within(model.base_model, part):
@@ -133,7 +164,8 @@ def _prepare_saving(model: Any) -> None:
 
 def _within(base: nn.Module, part: nn.Module) -> bool:
     """Whether a part is below a base model that tells of the layers itself."""
-    return bool(getattr(getattr(base, "config", None), KEY, None)) and any(m is part for m in base.modules())
+    entries = getattr(getattr(base, "config", None), KEY, None) or []
+    return any("part" not in entry for entry in entries) and any(m is part for m in base.modules())
 
 
 def _adopt_part(model: Any, name: str, part: Any) -> None:
@@ -145,6 +177,9 @@ def _adopt_part(model: Any, name: str, part: Any) -> None:
         if hasattr(inner, "to_json_string") and getattr(inner, "model_type", None) == kind
     }
     if any(inner is part.config for inner in fitting.values()):
+        return
+    if not fitting and kind == model.config.model_type:  # the parts of BART or T5 share its configuration
+        adopt(model, getattr(part.config, KEY), name.removeprefix(f"{model.base_model_prefix}."))
         return
     named = [a for a in fitting if a in (last, f"{last}_config", f"{last.removesuffix('_model')}_config")]
     chosen = named or list(fitting)
@@ -204,11 +239,23 @@ def note(model: nn.Module, entry: dict[str, Any], group: ProcessGroup | None) ->
     return True
 
 
-def adopt(model: nn.Module, entries: list[dict[str, Any]]) -> None:
-    """Add those entries of a part of the model that tell of layers of which the model's config does not."""
-    told = {index for entry in getattr(model.config, KEY, None) or [] for index in entry["layers"]}
-    if new := [entry for entry in entries if not told.intersection(entry["layers"])]:
+def adopt(model: nn.Module, entries: list[dict[str, Any]], part: str | None = None) -> None:
+    """Add those entries of a part of the model that tell of layers of which the model's config does not.
+
+    Args:
+        model: The whole.
+        entries: What the part's own config tells.
+        part: Its name, below the body, where the layers of the whole are not counted as those of the part.
+    """
+    if part is not None:
+        entries = [{**entry, "part": part} for entry in entries if "part" not in entry]
+    told = {layer for entry in getattr(model.config, KEY, None) or [] for layer in _told(entry)}
+    if new := [entry for entry in entries if not told.intersection(_told(entry))]:
         _extend(model, new)
+
+
+def _told(entry: dict[str, Any]) -> set[tuple[Any, ...]]:
+    return {(entry.get("part"), *entry.get("ffns", ()), index) for index in entry["layers"]}
 
 
 def _extend(model: nn.Module, entries: list[dict[str, Any]]) -> None:
@@ -237,7 +284,7 @@ def mark(config: Any) -> None:
 
 
 def _rename(config: Any, change: Any) -> None:
-    for attribute in ("hidden_act", "activation", "activation_function", "hidden_activation"):
+    for attribute in ("hidden_act", "activation", "activation_function", "hidden_activation", "dense_act_fn"):
         name = getattr(config, attribute, None)
         if isinstance(name, str):
             setattr(config, attribute, change(name))

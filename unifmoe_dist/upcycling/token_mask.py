@@ -8,13 +8,16 @@ when gradient checkpointing runs that forward again, and then they see the mask 
 from __future__ import annotations
 
 import threading
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+_MASKS = ("attention_mask", "mask", "attn_mask")
 _MASKED = -1000.0
 """What an additive mask adds to a score that must not count: the least of its dtype, but also -1e9, or BERT's -10000.
 Softmax makes 0 of it in every dtype, and biases of attention stay far above."""
@@ -23,22 +26,41 @@ Softmax makes 0 of it in every dtype, and biases of attention stay far above."""
 def token_mask_from_attention(mask: Tensor | BlockMask | None, batch: int, length: int) -> Tensor | None:
     """Which tokens of B = batch sequences of T = length are real: those that some query attends to.
 
-    `mask` is (B, T) of 1 and 0; (B, T, T) or (B, 1 or heads, T, T), bool or additive; or a flex BlockMask. Returns
-    (B, T) bool, or None where nothing is known to be padding: no mask, or keys from a cache too.
+    `mask` is (B, S) of 1 and 0; (B, T, S) or (B, 1 or heads, T, S), bool or additive; or a flex BlockMask. S > T where
+    there are keys from a cache, or places for keys to come; then the mask is a causal one. Returns (B, T) bool, or None
+    where nothing is known to be padding: no mask, or one token, which nothing pads.
     """
     if mask is not None and not isinstance(mask, Tensor):
         from torch.nn.attention.flex_attention import create_mask  # a second of imports that few models need
 
         rows, heads, queries, keys = mask.shape
         mask = create_mask(mask.mask_mod, rows, heads, queries, keys, device=mask.kv_num_blocks.device)
-    if mask is None or not 2 <= mask.dim() <= 4 or mask.shape[-1] != length:
+    if mask is None or not 2 <= mask.dim() <= 4 or mask.shape[0] not in (1, batch):
+        return None
+    keys = mask.shape[-1]
+    if keys < length or (keys > length and (length == 1 or (mask.dim() > 2 and mask.shape[-2] != length))):
         return None
     if mask.dim() == 2:
-        real = mask != 0
+        real = (mask != 0)[:, keys - length :]
     else:
         attended = mask > _MASKED if mask.is_floating_point() else mask != 0
         real = attended.flatten(1, -2).any(dim=1)
+        if keys > length:
+            real = real.gather(1, _own_keys(attended.flatten(1, -3).any(dim=1) if mask.dim() == 4 else attended))
     return real.expand(batch, length)
+
+
+def _own_keys(attended: Tensor) -> Tensor:
+    """Columns, (B, T), at which the T queries of a causal mask (B, T, S) have their own keys.
+
+    A real token is the last that it attends to itself; padding attends to earlier ones at most.
+    """
+    rows, queries, keys = attended.shape
+    place = torch.arange(keys, device=attended.device)
+    query = torch.arange(queries, device=attended.device)
+    last = torch.where(attended, place, -keys).amax(dim=-1)
+    first = (last - query).amax().clamp(0, keys - queries)
+    return (first + query).expand(rows, queries)
 
 
 class TokenMaskBridge:
@@ -51,29 +73,29 @@ class TokenMaskBridge:
 
     def __init__(self) -> None:
         self.pending = threading.local()
+        self.arguments: tuple[str, ...] = ("hidden_states", "attention_mask")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}
+        return {"arguments": self.arguments}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.pending = threading.local()
+        self.__dict__.update(TokenMaskBridge().__dict__, **state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenMaskBridge:
         return self
 
     def attach(self, attention: nn.Module, layer: nn.Module) -> None:
         """Connect the self-attention and the UniF-MoE layer of one block."""
+        self.arguments = tuple(signature(attention.forward).parameters)
         attention.register_forward_pre_hook(self.note, with_kwargs=True)
         layer.register_forward_pre_hook(self.hand_over, with_kwargs=True)
 
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Hook on `attention(hidden_states (B, T, d), attention_mask, ...)`.
-
-        DistilBERT's called them `query` and `mask` before Transformers 5.
-        """
-        hidden = args[0] if args else kwargs["hidden_states" if "hidden_states" in kwargs else "query"]
-        mask = args[1] if len(args) > 1 else kwargs.get("attention_mask", kwargs.get("mask"))
-        self.pending.mask = token_mask_from_attention(mask, *hidden.shape[:2])
+        """Hook on `attention(hidden_states (B, T, d), attention_mask, ...)`, which may have other names and order."""
+        given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+        hidden = given[self.arguments[0]]
+        mask = next((given[name] for name in _MASKS if name in given), None)
+        self.pending.mask = token_mask_from_attention(mask, *hidden.shape[:2]) if hidden.dim() == 3 else None
 
     def hand_over(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -83,6 +105,8 @@ class TokenMaskBridge:
         mask, self.pending.mask = getattr(self.pending, "mask", None), None
         if mask is None or len(args) > 1 or kwargs.get("token_mask") is not None:
             return None
+        if hidden.dim() == 2 and mask.numel() == hidden.shape[0]:  # OPT's FFN gets (B * T, d)
+            mask = mask.flatten()
         if mask.shape != hidden.shape[:-1]:  # left over from a call that failed half-way
             return None
         return args, {**kwargs, "token_mask": mask}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -20,10 +20,11 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def upcycle(
     model: Model,
-    layers: Iterable[int],
+    layers: Iterable[int] | None = None,
     num_experts: int = 6,
     num_blocks: int = 8,
     *,
+    ffns: Mapping[str, Sequence[str]] | None = None,
     method: str = UNIF.name,
     expert_group: ProcessGroup | None = None,
     dispatcher: str = "auto",
@@ -39,12 +40,18 @@ def upcycle(
     `enable_from_pretrained`.
 
     Args:
-        model: A timm or Transformers model, with any head; see `ADAPTERS` for the families.
-        layers: Zero-based indices of transformer layers; negative ones count from the end.
+        model: A timm or Transformers model, with any head, or a model of one's own; what is found in it is logged. Of
+            one with several stacks of layers (encoder and decoder, vision and text) give the part.
+        layers: Zero-based indices of transformer layers; negative ones count from the end. Through all stages in order
+            where there are several; None takes all that ffns names.
         num_experts: Residual experts K; of dynmoe and mass, those to start with.
         num_blocks: Blocks B per expert, which must divide the FFN's hidden width; of other methods the parts of a dense
             FFN in which cost is counted.
         method: A value of `model.moe` with a layer: UniF-MoE, or another method of the paper.
+        ffns: FFNs by the names of their modules, in order of depth, each with the names of its parts inside:
+            {"blocks.3.mlp": ("fc1", "act", "fc2")}, gated ("gate", "act", "up", "down"); a projection that holds gate
+            and up is the first of three. An activation that is no attribute is given by its name. Needed where FFNs are
+            not found.
         expert_group: Ranks that share the residual experts; None keeps all of them here.
         dispatcher: How tokens reach experts on other ranks: auto, local, alltoall or tutel.
         router_seed: Seed of the new routers; None draws from torch's global generator.
@@ -55,13 +62,14 @@ def upcycle(
         The same model.
 
     Raises:
-        UserError: Unsupported model, FFN or activation; a layer index that is out of range, given twice or
-            already upcycled; an unknown method; a hidden width that num_blocks does not divide; an option that the
-            method does not have, or out of range.
+        UserError: Unsupported model, FFN or activation; an FFN that computes something else than its parts do; a layer
+            index that is out of range, given twice or already upcycled; an unknown method; a hidden width that
+            num_blocks does not divide; an option that the method does not have, or out of range.
     """
     options.update(num_experts=num_experts, num_blocks=num_blocks)
-    converted = convert(model, layers, layer_maker(method, expert_group, dispatcher, **options), router_seed)
-    if note(model, {"layers": converted, **noted(method, options)}, expert_group):
+    converted = convert(model, layers, layer_maker(method, expert_group, dispatcher, **options), router_seed, ffns)
+    named = {} if ffns is None else {"ffns": {place: list(names) for place, names in ffns.items()}}
+    if note(model, {"layers": converted, **named, **noted(method, options)}, expert_group):
         enable_from_pretrained()
     return model
 

@@ -1,0 +1,128 @@
+"""Every family on a tiny model: read as it computes, trained, saved, reloaded in a new process; decoders generate."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.families import FAMILIES, WORDS, Family, Missing
+from tests.support.reload_families import output, save, upcycled
+from tests.support.small_models import moved
+from unifmoe_dist.kernels.activations import FUNCTIONS
+from unifmoe_dist.upcycling import moe_layers
+
+ROOT = Path(__file__).parents[2]
+DECODERS = [family for family in FAMILIES if family.kind == "decoders"]
+
+
+def by_name(families: list[Family]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("family", families, ids=[family.name for family in families])
+
+
+def built(family: Family) -> nn.Module:
+    torch.manual_seed(0)
+    try:
+        return family.build()
+    except Missing as missing:
+        pytest.skip(str(missing))
+
+
+def dense_ffn(layer: nn.Module, x: Tensor) -> Tensor:
+    """What the shared expert computes, which is a copy of the dense FFN."""
+    up, up_bias, down, down_bias, *gate = layer.ffn_weights("shared")
+    linear, act = nn.functional.linear, FUNCTIONS[layer.config.activation]
+    hidden = act(linear(x, *gate)) * linear(x, up, up_bias) if gate else act(linear(x, up, up_bias))
+    return linear(hidden, down, down_bias)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("families")
+
+
+@by_name(FAMILIES)
+def test_experts_copy_the_ffn_and_train(family: Family, folder: Path):
+    dense = moved(built(family))
+    inputs = family.inputs()
+    expected = output(dense, inputs)
+    model = upcycled(family, copy.deepcopy(dense))
+    layers = moe_layers(model)
+    assert len(layers) == family.layers and len(moe_layers(family.part_of(model))) == family.layers
+    forwards = {layer: layer.forward for layer in layers.values()}
+    for layer in layers.values():
+        layer.forward = lambda x, token_mask=None, layer=layer: dense_ffn(layer, x)
+    torch.testing.assert_close(output(model, inputs), expected, rtol=1e-4, atol=1e-4)
+    for layer in forwards:
+        del layer.forward
+
+    model.train()
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.01)
+    made = model(**inputs)
+    (made if isinstance(made, Tensor) else made[0]).float().square().mean().backward()
+    for name, layer in layers.items():
+        for parameter in (layer.router.weight, layer.shared.keys, layer.experts.values):
+            assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+        assert layer.router.weight.grad.abs().sum() > 0 and layer.shared.keys.grad.abs().sum() > 0, name
+    before = {name: layer.shared.keys.detach().clone() for name, layer in layers.items()}
+    optimiser.step()
+    assert all(not torch.equal(before[name], layer.shared.keys) for name, layer in layers.items())
+    save(family, model.eval(), inputs, folder / family.name)
+
+
+@pytest.fixture(scope="module")
+def reloaded(folder: Path) -> dict[str, list[float] | str]:
+    """What a new process says of all the folders that the tests above have written."""
+    command = [sys.executable, "-m", "tests.support.reload_families", str(folder)]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=240)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+@by_name(FAMILIES)
+def test_a_new_process_reloads_it(family: Family, folder: Path, reloaded):
+    if not (folder / family.name).exists():
+        pytest.skip("not saved above")
+    found = reloaded[family.name]
+    assert not isinstance(found, str), found
+    assert found[0] == family.layers and found[1] < 1e-4
+
+
+# -- decoders ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def without_cache(model: nn.Module, ids: Tensor, steps: int) -> Tensor:
+    """Greedy decoding by a full forward pass for every token."""
+    for _ in range(steps):
+        ids = torch.cat([ids, model(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    return ids
+
+
+@by_name(DECODERS)
+def test_decoding_with_a_cache_and_padding_on_the_left(family: Family):
+    model = moved(upcycled(family, built(family))).eval()
+    layer = next(iter(moe_layers(model).values()))
+    ids = torch.randint(3, WORDS, (2, 9))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+
+    wanted = [without_cache(model, ids[:1, 4:], 5)[:, 5:], without_cache(model, ids[1:], 5)[:, 9:]]
+    layer.usage.reset()
+    with torch.no_grad():
+        got = model.generate(ids, attention_mask=mask, use_cache=True, **options)
+    assert torch.equal(got[:, 9:], torch.cat(wanted))
+    assert int(layer.usage.totals[0]) == int(mask.sum()) + 2 * 4  # padding costs nothing; the last token is not read
+
+    places = (mask.cumsum(-1) - 1).clamp_min(0)
+    with torch.no_grad():
+        padded = model(input_ids=ids, attention_mask=mask, position_ids=places).logits
+        torch.testing.assert_close(padded[:1, 4:], model(input_ids=ids[:1, 4:]).logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(padded[1:], model(input_ids=ids[1:]).logits, rtol=1e-4, atol=1e-4)

@@ -128,8 +128,8 @@ def saved(module, x):
 copy = kernels_without_launches()["unifmoe_dist.kernels.triton.ffn"]
 assert copy is not ffn
 ffn.Rounds, copy.Rounds = recorded(ffn.Rounds), recorded(copy.Rounds)
-for blocks in (2, 4):  # those of 256 channels are cut in two
-    layer = UniFMoELayer(UniFMoEConfig(32, 512, num_experts=2, num_blocks=blocks))
+for blocks, gated in ((2, False), (4, False), (2, True)):  # those of 256 channels are cut in two, gated ones in four
+    layer = UniFMoELayer(UniFMoEConfig(32, 512, num_experts=2, num_blocks=blocks, gated=gated))
     x = torch.randn(40, 32, requires_grad=True)
     with use_kernels("triton"):
         real = saved(layer, x)

@@ -54,8 +54,8 @@ def without_tuning():
         yield
 
 
-def bank(experts, dim, hidden, blocks, activation="gelu", bias=True, dtype=torch.float32) -> BlockExperts:
-    made = BlockExperts(experts, dim, hidden, blocks, activation, bias).to(DEVICE, dtype)
+def bank(experts, dim, hidden, blocks, activation="gelu", bias=True, dtype=torch.float32, gated=False) -> BlockExperts:
+    made = BlockExperts(experts, dim, hidden, blocks, activation, bias, gated).to(DEVICE, dtype)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return made

@@ -31,8 +31,8 @@ def ffn_works(x: Tensor, weights: ExpertWeights, dropout: bool = False) -> bool:
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     width = weights.keys.shape[1] // weights.num_blocks
-    bias = weights.key_bias is not None
-    return _ffn_works(x.device, dtype, x.shape[1], width, weights.activation, bias, dropout)
+    bias, gated = weights.key_bias is not None, weights.gate_keys is not None
+    return _ffn_works(x.device, dtype, x.shape[1], width, weights.activation, bias, gated, dropout)
 
 
 def routing_works(x: Tensor, columns: int, num_blocks: int) -> bool:
@@ -43,7 +43,14 @@ def routing_works(x: Tensor, columns: int, num_blocks: int) -> bool:
 @cache
 @not_compiled
 def _ffn_works(
-    device: torch.device, dtype: torch.dtype, dim: int, width: int, activation: str, bias: bool, dropout: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    dim: int,
+    width: int,
+    activation: str,
+    bias: bool,
+    gated: bool,
+    dropout: bool,
 ) -> bool:
     from unifmoe_dist.kernels.triton.ffn import triton_block_ffn
 
@@ -52,21 +59,26 @@ def _ffn_works(
         draw = _Draw(device, dtype)
         x, keys, values = draw(_TOKENS, dim), draw(experts, blocks * width, dim), draw(experts, blocks * width, dim)
         key_bias, value_bias = (draw(experts, n) if bias else None for n in (blocks * width, dim))
+        gate_keys = draw(experts, blocks * width, dim) if gated else None
+        gate_bias = draw(experts, blocks * width) if gated and bias else None
         gates = draw(_TOKENS, experts).float().abs()
         gates, chosen = gates.masked_fill(gates < 0.4 * gates.amax(), 0.0), draw(_TOKENS, blocks) > 0
         seed = torch.tensor([1, -1], dtype=torch.int32, device=device)
         more: dict[str, Any] = {"dropout": HiddenDropout(0.3, seed)} if dropout else {}
         results = []
         for kernel in (triton_block_ffn, grouped_block_ffn):
-            leaves = [None if t is None else t.detach().requires_grad_() for t in (keys, values, key_bias, value_bias)]
+            given = (keys, values, key_bias, value_bias, gate_keys, gate_bias)
+            leaves = [None if t is None else t.detach().requires_grad_() for t in given]
             x_leaf, gate_leaf = x.detach().requires_grad_(), gates.detach().requires_grad_()
-            weights = ExpertWeights(*leaves, num_blocks=blocks, activation=activation)  # type: ignore[arg-type, misc]
+            gate = dict(zip(("gate_keys", "gate_key_bias"), leaves[4:], strict=True))
+            weights = ExpertWeights(*leaves[:4], blocks, activation, **gate)  # type: ignore[call-arg, arg-type]
             y = kernel(x_leaf, gate_leaf, chosen, weights, **more)
             wanted = [x_leaf, gate_leaf, *(t for t in leaves if t is not None)]
             results.append([y.detach(), *torch.autograd.grad(y, wanted, torch.ones_like(y))])
         return list(zip(*results, strict=True))
 
-    what = f"block-sparse experts of width {dim} and blocks of {width} in {dtype}{' with dropout' if dropout else ''}"
+    kind = f"{'gated ' if gated else ''}block-sparse experts"
+    what = f"{kind} of width {dim} and blocks of {width} in {dtype}{' with dropout' if dropout else ''}"
     return _proven(what, TOLERANCE[dtype], compare)
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 
 WIDEST = {2: 256, 4: 128}
-"""Channels of a block held in registers, by bytes of the type."""
+"""Channels of a block held in registers, by bytes of the type; half as many of gated experts, which have two each."""
 WORKSPACE_BYTES = 256 * 2**20
 
 
-def parts(width: int, item: int) -> int:
+def parts(width: int, item: int, gated: bool) -> int:
     """Equal parts of a block of `width` channels of `item` bytes, the fewest that registers hold."""
-    return next(p for p in range(1, width + 1) if width % (16 * p) == 0 and width // p <= WIDEST[item])
+    widest = WIDEST[item] // 2 if gated else WIDEST[item]
+    return next(p for p in range(1, width + 1) if width % (16 * p) == 0 and width // p <= widest)
 
 
 def tile_rows(tokens: int, experts: int, largest: int) -> int:

@@ -30,6 +30,7 @@ def wide(experts: BlockExperts) -> BlockExperts:
         experts.num_blocks,
         experts.activation,
         experts.key_bias is not None,
+        experts.gate_keys is not None,
     ).to(DEVICE, torch.float64)
     copy.load_state_dict(experts.state_dict())
     return copy
@@ -62,7 +63,7 @@ def check_ffn(x, gates, blocks, experts, shared=None, options=None, tolerance=2e
         assert error(g, w) < tolerance
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     n=st.integers(0, 20),
     e=st.integers(1, 3),
@@ -71,6 +72,7 @@ def check_ffn(x, gates, blocks, experts, shared=None, options=None, tolerance=2e
     num_blocks=st.integers(2, 3),
     bias=st.booleans(),
     with_shared=st.booleans(),
+    gated=st.booleans(),
     seed=st.integers(0, 10_000),
     options=st.builds(
         TritonOptions,
@@ -79,11 +81,11 @@ def check_ffn(x, gates, blocks, experts, shared=None, options=None, tolerance=2e
         tile_rows=st.sampled_from([None, 32]),
     ),
 )
-def test_ffn_equals_the_reference(n, e, dim, block, num_blocks, bias, with_shared, seed, options):
+def test_ffn_equals_the_reference(n, e, dim, block, num_blocks, bias, with_shared, gated, seed, options):
     """Any gates and masks, also those that routing would never make; a small workspace means many rounds."""
     torch.manual_seed(seed)
-    shared = bank(1, dim, block * num_blocks, num_blocks, bias=bias) if with_shared else None
-    experts = bank(e, dim, block * num_blocks, num_blocks, bias=bias)
+    shared = bank(1, dim, block * num_blocks, num_blocks, bias=bias, gated=gated) if with_shared else None
+    experts = bank(e, dim, block * num_blocks, num_blocks, bias=bias, gated=gated)
     blocks = torch.rand(n, num_blocks, device=DEVICE) > 0.5
     check_ffn(random(n, dim), random_gates(n, e + with_shared), blocks, experts, shared, options)
 
@@ -93,18 +95,20 @@ TILES = [  # block, dtype, options
     (192, torch.float32, TritonOptions(tile_rows=16, workspace_bytes=40_000)),
     (288, torch.bfloat16, TritonOptions(backward_tile_rows=32)),
     (48, torch.float16, TritonOptions(atomic=True)),
+    (96, torch.bfloat16, TritonOptions(tile_rows=32), True),
 ]
 PARTS = [(True, 0), (False, 0), (False, 1)]  # whether there is a shared expert, and which expert is the first
 
 
 @pytest.mark.parametrize(
-    "rate,block,dtype,options,with_shared,first",  # every two of rate, tiles and parts meet
-    [((0.1, 0.9)[(i + j) % 2], *tiles, *part) for i, tiles in enumerate(TILES) for j, part in enumerate(PARTS)],
+    "rate,tiles,with_shared,first",  # every two of rate, tiles and parts meet
+    [((0.1, 0.9)[(i + j) % 2], tiles, *part) for i, tiles in enumerate(TILES) for j, part in enumerate(PARTS)],
 )
-def test_ffn_dropout(rate, block, dtype, options, with_shared, first):
+def test_ffn_dropout(rate, tiles, with_shared, first):
     """The mask of the definition, whatever the tiles, the parts of a block and the rounds are, in both passes."""
+    block, dtype, options, *gated = tiles
     torch.manual_seed(block)
-    shared, experts = (bank(e, 32, 2 * block, 2, dtype=dtype) for e in (1, 2))
+    shared, experts = (bank(e, 32, 2 * block, 2, dtype=dtype, gated=bool(gated)) for e in (1, 2))
     dropout = HiddenDropout.draw(rate, torch.device(DEVICE)).of_experts(first)
     blocks = torch.rand(19, 2, device=DEVICE) > 0.4
     tolerance = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
@@ -113,28 +117,34 @@ def test_ffn_dropout(rate, block, dtype, options, with_shared, first):
 
 
 @pytest.mark.parametrize("dtype,tolerance", [(torch.bfloat16, 3e-2), (torch.float16, 4e-3), (torch.float32, 2e-5)])
-@pytest.mark.parametrize("block", [32, 192, 288])  # one tile, three tiles, and wider than registers hold
-def test_ffn_types_and_widths(dtype, tolerance, block):
+@pytest.mark.parametrize(  # one tile, three tiles, and wider than registers hold
+    "block,gated", [(32, False), (192, False), (288, False), (32, True), (96, True), (192, True)]
+)
+def test_ffn_types_and_widths(dtype, tolerance, block, gated):
     torch.manual_seed(block)
-    shared, experts = (bank(e, 32, 2 * block, 2, dtype=dtype) for e in (1, 2))
+    shared, experts = (bank(e, 32, 2 * block, 2, dtype=dtype, gated=gated) for e in (1, 2))
     blocks = torch.rand(11, 2, device=DEVICE) > 0.5
     check_ffn(random(11, 32, dtype=dtype), random_gates(11, 3), blocks, experts, shared, tolerance=tolerance)
 
 
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_ffn_activations(activation):
+def test_ffn_activations(activation, gated):
     torch.manual_seed(1)
-    experts = bank(1, 16, 32, 2, activation)
+    experts = bank(1, 16, 32, 2, activation, gated=gated)
     check_ffn(2 * random(9, 16), random_gates(9, 1), torch.ones(9, 2, dtype=torch.bool, device=DEVICE), experts)
 
 
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("options", [TritonOptions(), TritonOptions(tile_rows=16, workspace_bytes=12_000)])
-def test_ffn_groups_of_many_tiles(options):
+def test_ffn_groups_of_many_tiles(options, gated):
     """Groups longer than a tile, continued over rounds; one expert has all tokens, one none."""
     torch.manual_seed(2)
     gates = torch.rand(90, 3, device=DEVICE) + 0.1
     gates[:, 1] = 0
-    check_ffn(random(90, 16), gates, torch.rand(90, 2, device=DEVICE) > 0.3, bank(3, 16, 32, 2), options=options)
+    check_ffn(
+        random(90, 16), gates, torch.rand(90, 2, device=DEVICE) > 0.3, bank(3, 16, 32, 2, gated=gated), options=options
+    )
 
 
 def test_ffn_is_deterministic():
@@ -150,11 +160,14 @@ def test_ffn_is_deterministic():
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-def test_ffn_computes_only_selected_blocks():
+@pytest.mark.parametrize("gated", [False, True])
+def test_ffn_computes_only_selected_blocks(gated):
     """Poisoned weights of a block that no token needs reach nothing."""
-    experts = bank(2, 16, 64, 4)
+    experts = bank(2, 16, 64, 4, gated=gated)
     with torch.no_grad():
         experts.keys[0, 16:32] = experts.values[1, 48:] = float("nan")
+        if gated:
+            experts.gate_keys[0, 16:32] = float("nan")
     gates = torch.tensor([[1.0, 0.0], [0.0, 1.0]], device=DEVICE)
     blocks = torch.tensor([[1, 0, 1, 1], [1, 1, 1, 0]], device=DEVICE).bool()
     x = random(2, 16).requires_grad_()
@@ -164,9 +177,10 @@ def test_ffn_computes_only_selected_blocks():
     assert experts.keys.grad.isfinite().all() and (experts.keys.grad[0, 16:32] == 0).all()
 
 
-def test_ffn_with_frozen_experts():
+@pytest.mark.parametrize("gated", [False, True])
+def test_ffn_with_frozen_experts(gated):
     """Gradients that nobody wants are not made; the others are as before."""
-    shared, experts = bank(1, 16, 32, 2), bank(2, 16, 32, 2)
+    shared, experts = bank(1, 16, 32, 2, gated=gated), bank(2, 16, 32, 2, gated=gated)
     x, gates, blocks = random(9, 16).requires_grad_(), random_gates(9, 3), torch.rand(9, 2, device=DEVICE) > 0.5
 
     def gradient():

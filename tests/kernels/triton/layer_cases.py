@@ -51,6 +51,8 @@ def check_layer(layer: UniFMoELayer, x: Tensor, token_mask: Tensor | None = None
         dict(capacity_factor=0.7),
         dict(shared_demand=0.4, fixed_experts=2, block_choice="prefix"),
         dict(hidden_dropout=0.3),
+        dict(gated=True, activation="silu"),
+        dict(gated=True, hidden=144, blocks=3, bias=False, hidden_dropout=0.3),
     ],
 )
 def test_layer(sizes):
@@ -111,10 +113,10 @@ def test_selector_refuses_what_triton_cannot_run():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dropout", [False, True])
-def test_trial_passes(dtype, dropout, recwarn):
+@pytest.mark.parametrize("gated,dropout", [(False, False), (False, True), (True, False), (True, True)])
+def test_trial_passes(dtype, gated, dropout, recwarn):
     x = random(4, 48, dtype=dtype)
-    weights = bank(2, 48, 64, 2, dtype=dtype).weights()
+    weights = bank(2, 48, 64, 2, dtype=dtype, gated=gated).weights()
     assert self_test.ffn_works(x, weights, dropout) and self_test.routing_works(x, 5, 4)
     assert not [w for w in recwarn if "Triton is not used" in str(w.message)]
 

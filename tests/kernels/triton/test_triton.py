@@ -57,9 +57,16 @@ SHARED_MEMORY = {80: 163, 86: 99, 90: 227}  # KiB that a program may have
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 @pytest.mark.parametrize(
-    "architecture,dtype,rate", [(86, torch.bfloat16, 0.1), (90, torch.bfloat16, None), (86, torch.float32, None)]
+    "architecture,dtype,rate,gated",
+    [
+        (86, torch.bfloat16, 0.1, False),
+        (90, torch.bfloat16, None, False),
+        (86, torch.float32, None, False),
+        (86, torch.bfloat16, None, True),
+        (90, torch.bfloat16, 0.1, True),
+    ],
 )
-def test_kernels_compile_and_fit(architecture, dtype, rate, monkeypatch):
+def test_kernels_compile_and_fit(architecture, dtype, rate, gated, monkeypatch):
     """Without a device: Triton's compiler and NVIDIA's assembler accept every launch of a forward and backward pass.
 
     Of the tiles to choose from, only the first is tried, which must run everywhere.
@@ -71,9 +78,9 @@ def test_kernels_compile_and_fit(architecture, dtype, rate, monkeypatch):
 
     def both_passes():
         x = torch.randn(n, dim).to(dtype).requires_grad_()
-        weight, shared = torch.randn(experts + 1, dim).requires_grad_(), BlockExperts(1, dim, 192, blocks, "gelu", True)
+        weight = torch.randn(experts + 1, dim).requires_grad_()
+        shared, residual = (BlockExperts(e, dim, 192, blocks, "gelu", True, gated) for e in (1, experts))
         r = triton_route(x, weight, shared.keys[0].to(dtype), blocks, torch.ones(n, dtype=torch.bool))
-        residual = BlockExperts(experts, dim, 192, blocks, "gelu", True)
         gates = torch.rand(n, experts + 1, requires_grad=True)
         dropout = None if rate is None else HiddenDropout.draw(rate, torch.device("cpu"))
         y = triton_block_ffn(
@@ -104,10 +111,12 @@ def test_kernels_compile_and_fit(architecture, dtype, rate, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("block,masked", [(32, False), (512, True)])  # 512 channels are more than registers hold
-def test_launches(dtype, block, masked, monkeypatch):
+@pytest.mark.parametrize(  # 512 channels are more than registers hold
+    "block,masked,gated", [(32, False, False), (512, True, False), (32, False, True)]
+)
+def test_launches(dtype, block, masked, gated, monkeypatch):
     """What one layer launches on one rank where one round of tiles is enough: few, and not more by accident."""
-    layer = UniFMoELayer(UniFMoEConfig(64, 4 * block, 2, 4)).to(dtype)
+    layer = UniFMoELayer(UniFMoEConfig(64, 4 * block, 2, 4, gated=gated)).to(dtype)
     x = torch.randn(300, 64).to(dtype).requires_grad_()
     mask = torch.rand(300) > 0.5 if masked else None
     layer.usage.totals, outputs = torch.zeros(6 + 2 + 4, dtype=torch.float64), []
@@ -127,9 +136,8 @@ def test_launches(dtype, block, masked, monkeypatch):
     assert backward == [
         "_fill_kernel",
         "ffn_kernel",
-        "weight_grad_kernel",
-        "weight_grad_kernel",
-        "bias_grad_kernel",
+        *["weight_grad_kernel"] * (2 + gated),
+        *["bias_grad_kernel"] * (1 + gated),
         "combine_kernel",
         "gate_grad_kernel",
         *half,
@@ -145,8 +153,9 @@ def test_launches(dtype, block, masked, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("architecture", [86, 90])
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_widest_tiles_fit(architecture, dtype, monkeypatch, tmp_path):
+def test_widest_tiles_fit(architecture, dtype, gated, monkeypatch, tmp_path):
     """The widest blocks that registers are to hold, and many experts, with the tiles that must run everywhere."""
     from unifmoe_dist.kernels.triton.ffn import TritonOptions, triton_block_ffn
     from unifmoe_dist.kernels.triton.routing import triton_route
@@ -157,7 +166,7 @@ def test_widest_tiles_fit(architecture, dtype, monkeypatch, tmp_path):
     def both_passes():
         x = torch.randn(4096, 256).to(dtype).requires_grad_()
         r = triton_route(x, torch.randn(65, 256).requires_grad_(), torch.randn(16, 256), 16)
-        experts = BlockExperts(2, 256, 512, 2, "gelu", True).to(dtype)
+        experts = BlockExperts(2, 256, 512, 2, "gelu", True, gated).to(dtype)
         y = triton_block_ffn(
             x, torch.rand(4096, 2), torch.ones(4096, 2, dtype=torch.bool), experts.weights(), options=options
         )

@@ -18,14 +18,18 @@ Work and memory, per row (one block of one token), M channels in a block, comput
   worst case.
 
 Launches of a whole layer on one rank with R rounds: 5 + 2 R forward, of which the first four route and plan and one
-adds to the running statistics, and 7 + 5 R backward with biases. Half precision casts two small tensors more in the
-backward pass, and autocast casts the weights in both. `test_launches` counts them.
+adds to the running statistics, and 7 + 5 R backward with biases, 7 + 7 R of gated experts. Half precision casts two
+small tensors more in the backward pass, and autocast casts the weights in both. `test_launches` counts them.
 
 Weight gradients belong to one program per tile of a group, which walks the group's rows in order.
+
+Gated experts read a row by two banks of keys in one loop over the model width, which loads it once, and spread their
+two gradients in one. That takes twice the registers, so half as many channels are held (`tile_sizes.WIDEST`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,18 +48,18 @@ from unifmoe_dist.kernels.triton.math import DTYPES, power_of_two
 from unifmoe_dist.kernels.triton.plan import GroupOffsets, count_groups, make_plan
 from unifmoe_dist.kernels.triton.rounds import LaunchShape, Rounds, TritonOptions
 
+_TENSORS = ("keys", "values", "key_bias", "value_bias", "gate_keys", "gate_key_bias")
+
 
 def unsupported(x: Tensor, weights: ExpertWeights) -> str | None:
     """Why the kernels cannot compute `weights` for x (N, D); None if they can."""
     experts, hidden, dim = weights.keys.shape
-    width = hidden // weights.num_blocks
-    if weights.gate_keys is not None:
-        return "they do not compute gated experts"
+    width, gated = hidden // weights.num_blocks, weights.gate_keys is not None
     if x.dtype not in DTYPES:
         return f"they compute float32, bfloat16 and float16, not {x.dtype}"
     if dim % 16 or width % 16:
         return f"model width {dim} and block width {width} must be multiples of 16"
-    if x.shape[0] * (experts + 1) * weights.num_blocks * tile_sizes.parts(width, x.element_size()) >= 2**30:
+    if x.shape[0] * (experts + 1) * weights.num_blocks * tile_sizes.parts(width, x.element_size(), gated) >= 2**30:
         return f"{x.shape[0]} tokens over {experts} experts are too many rows for 32-bit indices"
     return None
 
@@ -95,7 +99,7 @@ def triton_block_ffn(
     with torch.autocast(device_type, enabled=False):
         tensors = []
         for bank in (shared, weights):
-            for name in ("keys", "values", "key_bias", "value_bias"):
+            for name in _TENSORS:
                 tensor = None if bank is None else getattr(bank, name)
                 tensors.append(None if tensor is None else tensor.to(dtype).contiguous())
         output = _TritonBlockFFN.apply(
@@ -112,10 +116,31 @@ def triton_block_ffn(
         return output.to(x_ND.dtype)
 
 
-def _choices(ctx: Any, has_shared: bool, has_bias: bool) -> dict[str, Any]:
-    """What both passes compile into the kernel."""
-    given = dict(ACTIVATION=ctx.activation, HAS_SHARED=has_shared, HAS_BIAS=has_bias, ATOMIC=ctx.options.atomic)
-    return given | dropout_arguments(ctx.dropout)
+class _Banks:
+    """What there is for each of `_TENSORS`, of the shared expert and of the others, in pairs; Nones where it lacks.
+
+    Attributes:
+        pairs: By name.
+        projections: Names of weights and biases that read tokens, those under the activation first.
+    """
+
+    def __init__(self, of_both: Sequence[Any]) -> None:
+        half = len(_TENSORS)
+        self.pairs = dict(zip(_TENSORS, zip(of_both[:half], of_both[half:], strict=True), strict=True))
+        self.keys, self.gated = self.pairs["keys"][1], self.pairs["gate_keys"][1] is not None
+        self.has_shared, self.has_bias = self.pairs["keys"][0] is not None, self.pairs["key_bias"][1] is not None
+        gate = [("gate_keys", "gate_key_bias")] if self.gated else []
+        self.projections = [*gate, ("keys", "key_bias")]
+
+    def arguments(self) -> list[Tensor | None]:
+        """Weights in the order of `ffn_kernel`."""
+        read = [tensor for names in self.projections for name in names for tensor in self.pairs[name]]
+        return [*read, *[None] * (8 - len(read)), *self.pairs["values"]]
+
+    def choices(self, ctx: Any) -> dict[str, Any]:
+        """What both passes compile into the kernel."""
+        given = dict(ACTIVATION=ctx.activation, GATED=self.gated, HAS_SHARED=self.has_shared, HAS_BIAS=self.has_bias)
+        return given | dict(ATOMIC=ctx.options.atomic) | dropout_arguments(ctx.dropout)
 
 
 class _TritonBlockFFN(torch.autograd.Function):
@@ -130,86 +155,69 @@ class _TritonBlockFFN(torch.autograd.Function):
         options: TritonOptions,
         offsets: GroupOffsets | None,
         dropout: HiddenDropout | None,
-        shared_keys: Tensor | None,
-        shared_values: Tensor | None,
-        shared_key_bias: Tensor | None,
-        shared_value_bias: Tensor | None,
-        keys: Tensor,
-        values: Tensor,
-        key_bias: Tensor | None,
-        value_bias: Tensor | None,
+        *tensors: Tensor | None,
     ) -> Tensor:
         ctx.num_blocks, ctx.activation, ctx.options, ctx.dropout = num_blocks, activation, options, dropout
-        tensors = (shared_keys, shared_values, shared_key_bias, shared_value_bias, keys, values, key_bias, value_bias)
         if not x.shape[0]:
             ctx.save_for_backward(x, gates, blocks, None, None, *tensors)
             return torch.zeros_like(x)
-        has_shared, has_bias = shared_keys is not None, key_bias is not None
-        shape = LaunchShape(x, gates, keys, num_blocks, options)
-        offsets = offsets or count_groups(gates, blocks, has_shared)
+        banks = _Banks(tensors)
+        shape = LaunchShape(x, gates, banks.keys, num_blocks, options, banks.gated)
+        offsets = offsets or count_groups(gates, blocks, banks.has_shared)
         ctx.save_for_backward(x, gates, blocks, offsets.earlier, offsets.totals, *tensors)
-        plan = make_plan(gates, blocks, offsets, shape.tile_rows, has_shared, shape.parts)
+        plan = make_plan(gates, blocks, offsets, shape.tile_rows, banks.has_shared, shape.parts)
         rounds = Rounds(x, plan, shape, shape.row_bytes, options.atomic, one_round=options.atomic)
-        bank = (x, gates, shared_keys, keys, shared_key_bias, key_bias, shared_values, values)
-        choices = _choices(ctx, has_shared, has_bias)
+        given, choices = (x, gates, *banks.arguments()), shape.tile_arguments() | banks.choices(ctx)
         for first in rounds:
-            ffn_kernel[(rounds.tiles,)](
-                *bank, rounds.rows, *[None] * 5, *plan.tiles, first, BACKWARD=False, **shape.tile_arguments(), **choices
-            )
-            rounds.combine(first, gates, shared_value_bias, value_bias)
+            ffn_kernel[(rounds.tiles,)](*given, rounds.rows, *[None] * 7, *plan.tiles, first, BACKWARD=False, **choices)
+            rounds.combine(first, gates, *banks.pairs["value_bias"])
         return rounds.output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, gates, blocks, earlier, totals, *tensors = ctx.saved_tensors
-        shared_keys, shared_values, shared_key_bias, shared_value_bias, keys, values, key_bias, value_bias = tensors
         if not x.shape[0]:
             zeros = (None if t is None else torch.zeros_like(t) for t in tensors)
             return (torch.zeros_like(x), torch.zeros_like(gates), *[None] * 6, *zeros)
-        options, has_shared, has_bias = ctx.options, shared_keys is not None, key_bias is not None
+        options, banks = ctx.options, _Banks(tensors)
         grad_y = grad_y.to(x.dtype).contiguous()
-        shape = LaunchShape(x, gates, keys, ctx.num_blocks, options)
+        shape = LaunchShape(x, gates, banks.keys, ctx.num_blocks, options, banks.gated)
         shape.tile_rows = options.backward_tile_rows or tile_sizes.backward_tile_rows(shape.tile_rows, x.element_size())
-        offsets = GroupOffsets(earlier, totals)
-        plan = make_plan(gates, blocks, offsets, shape.tile_rows, has_shared, shape.parts)
-        row_bytes = (0 if options.atomic else shape.row_bytes) + 2 * shape.width * x.element_size()
+        plan = make_plan(gates, blocks, GroupOffsets(earlier, totals), shape.tile_rows, banks.has_shared, shape.parts)
+        projections = banks.projections
+        kept = 1 + len(projections)  # channels before the values, and gradients of every projection's
+        row_bytes = (0 if options.atomic else shape.row_bytes) + kept * shape.width * x.element_size()
         rounds = Rounds(x, plan, shape, row_bytes, options.atomic)
-        hidden, grad_pre = (x.new_empty((rounds.tiles * shape.tile_rows, shape.width)) for _ in range(2))
+        rows, tiles = (rounds.tiles * shape.tile_rows, shape.width), (rounds.tiles, shape.width)
+        hidden, *grad_pre = (x.new_empty(rows) for _ in range(kept))
         grad_gate = torch.empty((shape.n, shape.experts * shape.blocks), dtype=torch.float32, device=x.device)
-        grad_bias = torch.empty((rounds.tiles, shape.width), dtype=torch.float32, device=x.device)
+        grad_bias = [torch.empty(tiles, dtype=torch.float32, device=x.device) for _ in projections]
         wanted = ctx.needs_input_grad[-len(tensors) :]
-        grads = [torch.empty_like(t) if t is not None else None for t in tensors]
-        bank = (x, gates, shared_keys, keys, shared_key_bias, key_bias, shared_values, values)
-        choices = _choices(ctx, has_shared, has_bias)
+        grads, wants = _Banks([torch.empty_like(t) if t is not None else None for t in tensors]), _Banks(wanted)
+        none = [None] * (2 - len(projections))
+        beside = (grad_y, hidden, *grad_pre, *none, grad_gate, *grad_bias, *none)
+        given, choices = (x, gates, *banks.arguments()), shape.tile_arguments() | banks.choices(ctx)
         for first in rounds:
-            ffn_kernel[(rounds.tiles,)](
-                *bank,
-                rounds.rows,
-                grad_y,
-                hidden,
-                grad_pre,
-                grad_gate,
-                grad_bias,
-                *plan.tiles,
-                first,
-                BACKWARD=True,
-                **shape.tile_arguments(),
-                **choices,
-            )
-            for channels, source, index in ((hidden, grad_y, 1), (grad_pre, x, 0)):
-                if wanted[index] or wanted[index + 4]:
-                    _add_weight_gradient(rounds, first, channels, source, grads[index], grads[index + 4])
-            if has_bias:
-                _add_bias_gradient(rounds, first, grad_bias, grads[2], grads[6])
+            ffn_kernel[(rounds.tiles,)](*given, rounds.rows, *beside, *plan.tiles, first, BACKWARD=True, **choices)
+            sums = [("values", hidden, grad_y)]
+            sums += [(keys, of, x) for (keys, _), of in zip(projections, grad_pre, strict=True)]
+            for name, channels, source in sums:
+                if any(wants.pairs[name]):
+                    _add_weight_gradient(rounds, first, channels, source, *grads.pairs[name])
+            if banks.has_bias:
+                for (_, name), partial in zip(projections, grad_bias, strict=True):
+                    _add_bias_gradient(rounds, first, partial, *grads.pairs[name])
             rounds.combine(first, gates, None, None)
-        grad_gates = _gate_gradient(shape, grad_gate, grad_y, gates, blocks, shared_value_bias, value_bias, has_shared)
-        if value_bias is not None:
-            sums = gates.to(x.dtype).T @ grad_y
-            split = 1 if has_shared else 0
-            grads[3], grads[7] = (sums[:split] if has_shared else None), sums[split:]
-        kept = (grad if want else None for grad, want in zip(grads, wanted, strict=True))
-        return (rounds.output, grad_gates, *[None] * 6, *kept)
+        value_biases = banks.pairs["value_bias"]
+        grad_gates = _gate_gradient(shape, grad_gate, grad_y, gates, blocks, *value_biases, banks.has_shared)
+        if value_biases[1] is not None:
+            biases = gates.to(x.dtype).T @ grad_y
+            split = 1 if banks.has_shared else 0
+            grads.pairs["value_bias"] = (biases[:split] if banks.has_shared else None), biases[split:]
+        made = [pair[bank] for bank in (0, 1) for pair in grads.pairs.values()]
+        kept_grads = (grad if want else None for grad, want in zip(made, wanted, strict=True))
+        return (rounds.output, grad_gates, *[None] * 6, *kept_grads)
 
 
 def _add_weight_gradient(

@@ -9,23 +9,36 @@ import triton
 import triton.language as tl
 
 from unifmoe_dist.kernels.triton.dropout import keep, row_keys
-from unifmoe_dist.kernels.triton.ffn_products import TILES, bias, gather_product, spread_product
+from unifmoe_dist.kernels.triton.ffn_products import TILES, add_bias, gather_product, spread_product
 from unifmoe_dist.kernels.triton.math import activate, activation_slope, expert_pointer
 from unifmoe_dist.kernels.triton.tuning import tuned
 
 
 @triton.jit
 def _hidden(
-    pre, gate, mask, START, SUB: tl.constexpr, ACTIVATION: tl.constexpr, DROPOUT: tl.constexpr, THRESHOLD: tl.constexpr
+    pre,
+    linear,
+    gate,
+    mask,
+    START,
+    SUB: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    THRESHOLD: tl.constexpr,
 ):
-    """(rows, SUB) gate * act(pre) of the channels from START of the block on."""
+    """(rows, SUB) gate * act(pre), times `linear` where GATED, of the channels from START of the block on."""
     start, step, first_channel = mask
-    return keep(activate(pre, ACTIVATION) * gate, start, step, first_channel + START, SUB, DROPOUT, THRESHOLD)
+    act = activate(pre, ACTIVATION)
+    if GATED:
+        act = act * linear
+    return keep(act * gate, start, step, first_channel + START, SUB, DROPOUT, THRESHOLD)
 
 
 @triton.jit
 def _hidden_backward(
     pre,
+    linear,
     grad_act,
     gate,
     mask,
@@ -35,26 +48,39 @@ def _hidden_backward(
     M: tl.constexpr,
     SUB: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     DROPOUT: tl.constexpr,
     THRESHOLD: tl.constexpr,
 ):
-    """Keep gate * act(pre) and the gradient of pre for the weights; return the latter and the gate's gradient."""
+    """Keep `_hidden` and the gradients of pre and linear for the weights; return those two and the gate's gradient.
+
+    Without GATED linear is 1 and its gradient is none.
+    """
     start, step, first_channel = mask
-    local_tile, local_row, valid = at
-    hidden, grad_pre, grad_bias = kept
+    local_row, valid = at
+    hidden, grad_pre, grad_bias, grad_linear, grad_linear_bias = kept
     channel = START + tl.arange(0, SUB)
     inside = valid[:, None] & (channel < M)[None, :]
-    act = keep(activate(pre, ACTIVATION), start, step, first_channel + START, SUB, DROPOUT, THRESHOLD)
     grad_act = keep(grad_act, start, step, first_channel + START, SUB, DROPOUT, THRESHOLD)
+    act = activate(pre, ACTIVATION)
     slope = activation_slope(pre, ACTIVATION) * grad_act * gate
     to = local_row[:, None] * M + channel[None, :]
     kind = hidden.dtype.element_ty
+    beside = slope
+    if GATED:
+        beside = act * grad_act * gate
+        slope = slope * linear
+        act = act * linear
+        tl.store(grad_linear + to, beside.to(kind), mask=inside)
+        if HAS_BIAS:
+            tl.store(grad_linear_bias + channel, tl.sum(tl.where(inside, beside, 0.0), 0), mask=channel < M)
+    act = keep(act, start, step, first_channel + START, SUB, DROPOUT, THRESHOLD)
     tl.store(hidden + to, (act * gate).to(kind), mask=inside)
     tl.store(grad_pre + to, slope.to(kind), mask=inside)
     if HAS_BIAS:
-        tl.store(grad_bias + local_tile * M + channel, tl.sum(tl.where(inside, slope, 0.0), 0), mask=channel < M)
-    return slope.to(kind), tl.sum(tl.where(inside, act * grad_act, 0.0), 1)
+        tl.store(grad_bias + channel, tl.sum(tl.where(inside, slope, 0.0), 0), mask=channel < M)
+    return slope.to(kind), beside.to(kind), tl.sum(tl.where(inside, act * grad_act, 0.0), 1)
 
 
 @tuned(("BLOCK_K", "BLOCK_D"), **TILES)
@@ -66,14 +92,20 @@ def ffn_kernel(
     keys,
     shared_key_bias,
     key_bias,
+    shared_linear_keys,
+    linear_keys,
+    shared_linear_bias,
+    linear_bias,
     shared_values,
     values,
     out,
     grad_y,
     hidden,
     grad_pre,
+    grad_linear,
     grad_gate,
     grad_bias,
+    grad_linear_bias,
     rows,
     tile_group,
     tile_count,
@@ -88,6 +120,7 @@ def ffn_kernel(
     NUM_SUB: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
     BACKWARD: tl.constexpr,
     HAS_SHARED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -100,8 +133,9 @@ def ffn_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """out[row] = gate * E_e^(b)(x[token]) for the rows of one tile.
+    """out[row] = gate * E_e^(b)(x[token]) for the rows of one tile; `keys` are those under the activation.
 
+    Where experts are GATED, what `linear_keys` read multiplies the activation; else these and their kin are None.
     Backward, out[row] is the gradient of x[token] through the block, and what weights, gates and key biases need is
     stored beside it.
     """
@@ -119,29 +153,34 @@ def ffn_kernel(
         gate = gate * SCALE
     k = expert_pointer(shared_keys, keys, expert, B * M * D, HAS_SHARED) + block * (M * D)
     v = expert_pointer(shared_values, values, expert, B * M * D, HAS_SHARED) + block * (M * D)
+    u = k
+    if GATED:
+        u = expert_pointer(shared_linear_keys, linear_keys, expert, B * M * D, HAS_SHARED) + block * (M * D)
     start, step = row_keys(seed, token, expert, DROPOUT, FIRST_EXPERT)
     mask = (start, step, block * M)
-    p0, p1, p2 = gather_product(x, token, valid, k, D, M, SUB, NUM_SUB, TILE_ROWS, BLOCK_K, PRECISION)
-    p0 += bias(shared_key_bias, key_bias, expert, block, 0, B, M, SUB, HAS_SHARED, HAS_BIAS)
-    if NUM_SUB == 3:
-        p1 += bias(shared_key_bias, key_bias, expert, block, SUB, B, M, SUB, HAS_SHARED, HAS_BIAS)
-        p2 += bias(shared_key_bias, key_bias, expert, block, 2 * SUB, B, M, SUB, HAS_SHARED, HAS_BIAS)
+    p, s = gather_product(x, token, valid, k, u, D, M, SUB, NUM_SUB, TILE_ROWS, BLOCK_K, PRECISION, GATED)
+    p = add_bias(p, shared_key_bias, key_bias, expert, block, B, M, SUB, NUM_SUB, HAS_SHARED, HAS_BIAS)
+    if GATED:
+        s = add_bias(s, shared_linear_bias, linear_bias, expert, block, B, M, SUB, NUM_SUB, HAS_SHARED, HAS_BIAS)
     if BACKWARD:
-        q0, q1, q2 = gather_product(grad_y, token, valid, v, D, M, SUB, NUM_SUB, TILE_ROWS, BLOCK_K, PRECISION)
-        at = (local_tile, local_tile.to(tl.int64) * TILE_ROWS + row, valid)
-        kept = (hidden, grad_pre, grad_bias)
-        h0, gate_sum = _hidden_backward(
-            p0, q0, gate, mask, at, kept, 0, M, SUB, ACTIVATION, HAS_BIAS, DROPOUT, THRESHOLD
+        q, _ = gather_product(grad_y, token, valid, v, v, D, M, SUB, NUM_SUB, TILE_ROWS, BLOCK_K, PRECISION, False)
+        at = (local_tile.to(tl.int64) * TILE_ROWS + row, valid)
+        tile_bias = grad_bias + local_tile * M
+        kept = (hidden, grad_pre, tile_bias, grad_pre, tile_bias)
+        if GATED:
+            kept = (hidden, grad_pre, tile_bias, grad_linear, grad_linear_bias + local_tile * M)
+        h0, b0, gate_sum = _hidden_backward(
+            p[0], s[0], q[0], gate, mask, at, kept, 0, M, SUB, ACTIVATION, GATED, HAS_BIAS, DROPOUT, THRESHOLD
         )
-        h1 = h0
-        h2 = h0
+        h1, b1 = h0, b0
+        h2, b2 = h0, b0
         if NUM_SUB == 3:
-            h1, more = _hidden_backward(
-                p1, q1, gate, mask, at, kept, SUB, M, SUB, ACTIVATION, HAS_BIAS, DROPOUT, THRESHOLD
+            h1, b1, more = _hidden_backward(
+                p[1], s[1], q[1], gate, mask, at, kept, SUB, M, SUB, ACTIVATION, GATED, HAS_BIAS, DROPOUT, THRESHOLD
             )
             gate_sum += more
-            h2, more = _hidden_backward(
-                p2, q2, gate, mask, at, kept, 2 * SUB, M, SUB, ACTIVATION, HAS_BIAS, DROPOUT, THRESHOLD
+            h2, b2, more = _hidden_backward(
+                p[2], s[2], q[2], gate, mask, at, kept, 2 * SUB, M, SUB, ACTIVATION, GATED, HAS_BIAS, DROPOUT, THRESHOLD
             )
             gate_sum += more
         if DROPOUT:
@@ -150,13 +189,31 @@ def ffn_kernel(
         v = k
     else:
         kind = x.dtype.element_ty
-        h0 = _hidden(p0, gate, mask, 0, SUB, ACTIVATION, DROPOUT, THRESHOLD).to(kind)
+        h0 = _hidden(p[0], s[0], gate, mask, 0, SUB, ACTIVATION, GATED, DROPOUT, THRESHOLD).to(kind)
         h1 = h0
         h2 = h0
         if NUM_SUB == 3:
-            h1 = _hidden(p1, gate, mask, SUB, SUB, ACTIVATION, DROPOUT, THRESHOLD).to(kind)
-            h2 = _hidden(p2, gate, mask, 2 * SUB, SUB, ACTIVATION, DROPOUT, THRESHOLD).to(kind)
+            h1 = _hidden(p[1], s[1], gate, mask, SUB, SUB, ACTIVATION, GATED, DROPOUT, THRESHOLD).to(kind)
+            h2 = _hidden(p[2], s[2], gate, mask, 2 * SUB, SUB, ACTIVATION, GATED, DROPOUT, THRESHOLD).to(kind)
+        b0, b1, b2 = h0, h1, h2
     h = (h0, h1, h2)
+    beside = (b0, b1, b2)
     spread_product(
-        h, v, out, token, valid, local_tile * TILE_ROWS, D, M, SUB, NUM_SUB, TILE_ROWS, BLOCK_D, PRECISION, ATOMIC
+        h,
+        beside,
+        v,
+        u,
+        out,
+        token,
+        valid,
+        local_tile * TILE_ROWS,
+        D,
+        M,
+        SUB,
+        NUM_SUB,
+        TILE_ROWS,
+        BLOCK_D,
+        PRECISION,
+        ATOMIC,
+        GATED and BACKWARD,
     )

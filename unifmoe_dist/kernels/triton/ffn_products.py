@@ -3,7 +3,8 @@
 Both passes are made of two products over a tile of rows and the M channels of its block:
 `gather_product`, rows @ weights^T over the model width, and `spread_product`, channels @ weights, one slice of the
 model width at a time. Forward: gather(x, keys), activation, gate, spread(values). Backward: gather(x, keys) again,
-gather(grad, values), the derivative, spread(keys).
+gather(grad, values), the derivative, spread(keys). Where experts are gated, two banks of keys are read in one product
+and spread in one (TWO), so that each row is loaded or stored once.
 
 The M channels are held in registers as one tile of SUB or three (NUM_SUB), because tile sides are powers of two and
 block widths such as 192 = 3 * 64 are not.
@@ -51,6 +52,7 @@ def gather_product(
     token,
     valid,
     weights,
+    second,
     D: tl.constexpr,
     M: tl.constexpr,
     SUB: tl.constexpr,
@@ -58,28 +60,40 @@ def gather_product(
     TILE_ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    TWO: tl.constexpr,
 ):
-    """source[token] @ weights^T for the M channels, as three (TILE_ROWS, SUB) tiles, all the first if NUM_SUB is 1."""
+    """source[token] @ weights^T for the M channels, as three (TILE_ROWS, SUB) tiles, of which only the first is defined
+    if NUM_SUB is 1; then source[token] @ second^T alike, undefined without TWO."""
     EVEN: tl.constexpr = (D % BLOCK_K == 0) and (SUB * NUM_SUB == M)
     channel = tl.arange(0, SUB)[None, :]
     rows = source + token.to(tl.int64)[:, None] * D
     p0 = tl.zeros((TILE_ROWS, SUB), tl.float32)
     p1 = p0
     p2 = p0
+    s0 = p0
+    s1 = p0
+    s2 = p0
     for first in range(0, D, BLOCK_K):
         column = first + tl.arange(0, BLOCK_K)
         a = tl.load(rows + column[None, :], mask=valid[:, None] & (column < D)[None, :], other=0.0)
         p0 = dot(a, _weights(weights, channel, column[:, None], D, M, EVEN), p0, PRECISION)
+        if TWO:
+            s0 = dot(a, _weights(second, channel, column[:, None], D, M, EVEN), s0, PRECISION)
         if NUM_SUB == 3:
             p1 = dot(a, _weights(weights, channel + SUB, column[:, None], D, M, EVEN), p1, PRECISION)
             p2 = dot(a, _weights(weights, channel + 2 * SUB, column[:, None], D, M, EVEN), p2, PRECISION)
-    return p0, p1, p2
+            if TWO:
+                s1 = dot(a, _weights(second, channel + SUB, column[:, None], D, M, EVEN), s1, PRECISION)
+                s2 = dot(a, _weights(second, channel + 2 * SUB, column[:, None], D, M, EVEN), s2, PRECISION)
+    return (p0, p1, p2), (s0, s1, s2)
 
 
 @triton.jit
 def spread_product(
     channels,
+    more,
     weights,
+    second,
     out,
     token,
     valid,
@@ -92,10 +106,12 @@ def spread_product(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
     ATOMIC: tl.constexpr,
+    TWO: tl.constexpr,
 ):
-    """Store channels @ weights as rows of the workspace, or add them to the rows of their tokens."""
+    """Store channels @ weights (with TWO, + more @ second) as rows of the workspace, or add them to their tokens'."""
     EVEN: tl.constexpr = (D % BLOCK_D == 0) and (SUB * NUM_SUB == M)
     h0, h1, h2 = channels
+    s0, s1, s2 = more
     channel = tl.arange(0, SUB)[:, None]
     if ATOMIC:
         rows = out + token.to(tl.int64)[:, None] * D
@@ -108,6 +124,11 @@ def spread_product(
         if NUM_SUB == 3:
             acc = dot(h1, _weights(weights, channel + SUB, column, D, M, EVEN), acc, PRECISION)
             acc = dot(h2, _weights(weights, channel + 2 * SUB, column, D, M, EVEN), acc, PRECISION)
+        if TWO:
+            acc = dot(s0, _weights(second, channel, column, D, M, EVEN), acc, PRECISION)
+            if NUM_SUB == 3:
+                acc = dot(s1, _weights(second, channel + SUB, column, D, M, EVEN), acc, PRECISION)
+                acc = dot(s2, _weights(second, channel + 2 * SUB, column, D, M, EVEN), acc, PRECISION)
         inside = valid[:, None] & (column < D)
         if ATOMIC:
             tl.atomic_add(rows + column, acc, mask=inside, sem="relaxed")
@@ -116,7 +137,30 @@ def spread_product(
 
 
 @triton.jit
-def bias(
+def add_bias(
+    products,
+    shared,
+    residual,
+    expert,
+    block,
+    B: tl.constexpr,
+    M: tl.constexpr,
+    SUB: tl.constexpr,
+    NUM_SUB: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """The tiles of `gather_product` with the key biases of their block."""
+    p0, p1, p2 = products
+    p0 += _bias(shared, residual, expert, block, 0, B, M, SUB, HAS_SHARED, HAS_BIAS)
+    if NUM_SUB == 3:
+        p1 += _bias(shared, residual, expert, block, SUB, B, M, SUB, HAS_SHARED, HAS_BIAS)
+        p2 += _bias(shared, residual, expert, block, 2 * SUB, B, M, SUB, HAS_SHARED, HAS_BIAS)
+    return p0, p1, p2
+
+
+@triton.jit
+def _bias(
     shared,
     residual,
     expert,

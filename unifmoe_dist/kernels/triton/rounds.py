@@ -36,11 +36,13 @@ class TritonOptions:
 class LaunchShape:
     """Sizes that the launches of one call share."""
 
-    def __init__(self, x: Tensor, gates: Tensor, keys: Tensor, num_blocks: int, options: TritonOptions) -> None:
+    def __init__(
+        self, x: Tensor, gates: Tensor, keys: Tensor, num_blocks: int, options: TritonOptions, gated: bool
+    ) -> None:
         self.n, self.dim = x.shape
         self.experts = gates.shape[1]
         width = keys.shape[1] // num_blocks
-        self.parts = tile_sizes.parts(width, x.element_size())
+        self.parts = tile_sizes.parts(width, x.element_size(), gated)
         self.blocks, self.width = num_blocks * self.parts, width // self.parts
         # Three equal tiles where that wastes fewer channels than one power of two.
         third = power_of_two(triton.cdiv(self.width, 3), 16)

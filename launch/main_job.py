@@ -47,7 +47,14 @@ def main(arguments: Sequence[str]) -> None:
     unif, dense = folder / "unif", folder / "dense"
     launch(unif, arguments)
     launch(dense, [*arguments, "--model.moe", "none", "--baseline", "false"])
-    print(f"\n{comparison_table([unif, dense])}\n\nruns and plots: {folder}")
+    from unifmoe_dist.studies.domain_scores import domain_figure, domain_scores, domain_table
+    from unifmoe_dist.studies.figures.style import save
+
+    print(f"\n{comparison_table([unif, dense])}")
+    if scores := [found for found in map(domain_scores, (unif, dense)) if found]:
+        save(domain_figure(scores), folder / "domains.png")
+        print(f"\n{domain_table(scores)}")
+    print(f"\nruns and plots: {folder}")
 
 
 if __name__ == "__main__":

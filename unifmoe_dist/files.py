@@ -68,6 +68,15 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
     path.chmod(0o666 & ~mask)
 
 
+def user_cache(kind: str) -> Path:
+    """Folder in ~/.cache/unifmoe_dist (`XDG_CACHE_HOME`) for files of a kind; it may not exist.
+
+    Raises:
+        RuntimeError: the user has no home.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unifmoe_dist" / kind
+
+
 def sha256(path: Path) -> str:
     """Checksum of a file's content, in hexadecimal."""
     with path.open("rb") as handle:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from unifmoe_dist.algorithms.algorithm import Algorithm
 from unifmoe_dist.data.task import logits_of
+from unifmoe_dist.data.token_loss import cross_entropy
 
 
 class ERM(Algorithm):
@@ -16,4 +16,4 @@ class ERM(Algorithm):
 
     def forward(self, inputs: dict[str, Tensor], labels: Tensor, step: int) -> tuple[Tensor, Tensor]:
         logits = logits_of(self.model(**inputs))
-        return F.cross_entropy(logits.float(), labels), logits
+        return cross_entropy(logits, labels), logits

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from unifmoe_dist.algorithms.algorithm import Algorithm
 from unifmoe_dist.config import AlgorithmConfig
 from unifmoe_dist.data.task import logits_of
+from unifmoe_dist.data.token_loss import cross_entropy
 
 
 class LFME(Algorithm):
@@ -46,9 +47,9 @@ class LFME(Algorithm):
         expert_losses, guides = [], []
         for e, (expert, own_labels) in enumerate(zip(self.experts, self.per_environment(labels), strict=True)):
             expert_logits = logits_of(expert(**{name: part[e] for name, part in parts.items()})).float()
-            expert_losses.append(F.cross_entropy(expert_logits, own_labels))
+            expert_losses.append(cross_entropy(expert_logits, own_labels))
             guides.append(expert_logits.detach().softmax(-1))
         logits = logits_of(self.model(**inputs))
-        task_loss = F.cross_entropy(logits.float(), labels)
+        task_loss = cross_entropy(logits, labels)
         guidance = F.mse_loss(logits.float(), torch.cat(guides))
         return task_loss + self.guidance_weight * guidance + torch.stack(expert_losses).sum(), logits

@@ -6,7 +6,18 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
-from unifmoe_dist.config.checked import A_TUPLE, Count, Positive, Rate, SeedOrNull, Weight, WeightOrNull, Whole, checked
+from unifmoe_dist.config.checked import (
+    A_TUPLE,
+    Count,
+    CountOrNull,
+    Positive,
+    Rate,
+    SeedOrNull,
+    Weight,
+    WeightOrNull,
+    Whole,
+    checked,
+)
 from unifmoe_dist.data.registry import TASKS
 from unifmoe_dist.errors import UserError
 
@@ -23,11 +34,13 @@ class DataConfig:
 
     Args:
         task: digits is rotated handwritten digits with one rotation held out; acceptability is sentence judgement;
-            the others are DomainBed's and GLUE's data sets. GLUE reports the best epoch on the validation split, as
-            its test labels are not published.
+            corpus is the next token of texts in several domains, one held out; the others are DomainBed's and GLUE's
+            data sets. GLUE reports the best epoch on the validation split, as its test labels are not published.
         root: Folder of the data set's official files; null looks for DomainBed's in data/TASK and data/
-            and takes GLUE's from the hub.
-        held_out: Environment that is held out for testing (digits and DomainBed), for example rot75.
+            and takes GLUE's from the hub. For corpus, a folder of .txt or .jsonl files or a data set of the hub; null
+            looks for the Brown corpus.
+        held_out: Environment that is held out for testing (digits, DomainBed, corpus), for example rot75. For corpus
+            none holds out nothing: a part of every domain tests.
         split_seed: Seed of the 80/20 in/out splits; null takes the run's seed.
         batch_size: Items per training environment and step, over all ranks together.
         eval_batch_size: Items per rank and evaluation step.
@@ -35,6 +48,8 @@ class DataConfig:
             as DomainBed does.
         workers: Processes per rank that read and transform images ahead of time; 0 does it between steps.
         image_size: Side of DomainBed's images after cropping or resizing, in pixels.
+        sequence_length: Tokens of a window of corpus, which is an item.
+        eval_windows: Windows of each domain of corpus that are scored, spread evenly over it; null scores all.
     """
 
     task: Annotated[Literal[*TASKS], PlainValidator(_known)] = "digits"  # type: ignore[valid-type]  # read by each parser
@@ -46,6 +61,8 @@ class DataConfig:
     sampling: Literal["epochs", "replacement"] = "epochs"
     workers: Whole = 0
     image_size: Count = 224
+    sequence_length: Count = 128
+    eval_windows: CountOrNull = None
 
 
 @checked(group="optim.")

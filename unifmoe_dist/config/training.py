@@ -29,6 +29,7 @@ class TrainConfig:
         patience: Evaluations in a row without improvement after which training stops; null never stops early.
         seed: Seed of Python, NumPy and torch on every rank.
         eval_every: Steps between evaluations; the best validation score selects the checkpoint.
+        eval_at_start: Score the validation and test data before the first step too, as step 0 of metrics.jsonl.
         log_every: Steps between lines in metrics.jsonl and TensorBoard.
         keep_checkpoints: Newest checkpoints to keep, besides the best.
         resume: Continue from the last checkpoint in output, with that run's options unless others are given here. auto
@@ -48,6 +49,7 @@ class TrainConfig:
     patience: CountOrNull = None
     seed: Seed = 0
     eval_every: Count = 100
+    eval_at_start: bool = False
     log_every: Count = 10
     keep_checkpoints: Count = 2
     resume: bool | Literal["auto"] = False

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
 import string
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import nn
 
+from unifmoe_dist.data.pretrained import Pretrained, quiet
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling import enable_from_pretrained
 
@@ -32,27 +29,8 @@ _BERT_SIZES = {  # width, layers, heads, FFN, vocabulary: config.json of the hub
 
 
 @dataclass(frozen=True)
-class Encoder:
-    """Where a sequence classifier and its tokenizer come from.
-
-    Args:
-        backbone: Name on the Hugging Face hub, a folder, or `TINY`.
-        pretrained: Folder with config, weights and tokenizer, in place of the backbone; "none" draws random weights
-            for the backbone's architecture; None takes the backbone's own weights.
-    """
-
-    backbone: str
-    pretrained: str | None = None
-
-    @property
-    def random(self) -> bool:
-        """Whether weights are drawn rather than read."""
-        return self.pretrained == "none"
-
-    @property
-    def source(self) -> str:
-        """The hub name or folder that is read."""
-        return self.backbone if self.random or self.pretrained is None else self.pretrained
+class Encoder(Pretrained):
+    """Where a sequence classifier and its tokenizer come from; the backbone may be `TINY`."""
 
     @property
     def known(self) -> str | None:
@@ -64,22 +42,14 @@ class Encoder:
         """Raises UserError where it cannot be had from the source, or has no padding token."""
         if self._is_tiny():
             return _tiny_tokenizer()
-        from transformers import AutoTokenizer
-
-        with self._explained("tokenizer"):
-            tokenizer = AutoTokenizer.from_pretrained(self.source, trust_remote_code=False)
+        tokenizer = super().tokenizer()
         if tokenizer.pad_token_id is None:
             raise UserError(f"the tokenizer of {self.source} has no padding token; choose a BERT-style model.backbone.")
         return tokenizer
 
     def config(self) -> Any:
         """The model's config; raises UserError where it cannot be had from the source."""
-        if self._is_tiny():
-            return _tiny_config({})
-        from transformers import AutoConfig
-
-        with self._explained("config"):
-            return AutoConfig.from_pretrained(self.source, trust_remote_code=False)
+        return _tiny_config({}) if self._is_tiny() else super().config()
 
     def classifier(self, num_classes: int, dropout: float | None = None) -> nn.Module:
         """The model with a new classifier of `num_classes`, in float32; new weights come from torch's generator.
@@ -96,7 +66,7 @@ class Encoder:
         if self._is_tiny():
             return AutoModelForSequenceClassification.from_config(_tiny_config(given))
         enable_from_pretrained()  # the folder may hold an upcycled model
-        with self._explained("weights"), _quiet():
+        with self._explained("weights"), quiet():
             config = AutoConfig.from_pretrained(self.source, trust_remote_code=False, **given)
             if self.random:
                 return AutoModelForSequenceClassification.from_config(config).float()
@@ -110,11 +80,7 @@ class Encoder:
             )
         drawn = [*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])]
         body = f"{model.base_model_prefix}."
-        if foreign := sorted(name for name in drawn if name.startswith(body) and ".pooler." not in name):
-            raise UserError(
-                f"the weights of {self.source} lack {foreign[0]} in the shape that its config names ({len(foreign)} "
-                "such tensors); give a folder whose weights and config belong together, or set model.pretrained none."
-            )
+        self.check_whole([name for name in drawn if name.startswith(body) and ".pooler." not in name])
         return model.float()
 
     def untrained(self, num_classes: int, dropout: float) -> nn.Module:
@@ -138,27 +104,6 @@ class Encoder:
             raise UserError(f"model.backbone {TINY} has no pretrained weights; set model.pretrained none.")
         return True
 
-    @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
-        """Missing files, no network and unreadable files in one sentence."""
-        folder = Path(self.source)
-        if self.pretrained not in (None, "none") and not folder.is_dir():
-            raise UserError(
-                f"model.pretrained {self.source} is not a folder; give one that holds a model's config, weights and "
-                "tokenizer, or none for random weights."
-            )
-        try:
-            yield
-        except UserError:
-            raise
-        except (OSError, ValueError, RuntimeError, ImportError, SafetensorError, pickle.UnpicklingError) as error:
-            place = f"the folder {folder}" if folder.is_dir() else f"{self.source} on the Hugging Face hub"
-            reason = " ".join(str(error).split("\n")[0].split()).rstrip(".")
-            raise UserError(
-                f"the {what} of {place} cannot be had ({reason}); check the name and the network, or set "
-                "model.pretrained to a folder that holds config, weights and tokenizer."
-            ) from error
-
 
 def untrained_bert(
     width: int, layers: int, heads: int, hidden: int, vocabulary: int = 30522, **given: Any
@@ -176,19 +121,6 @@ def untrained_bert(
             **given,
         )
     )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without Transformers' report of weights that it draws anew: the classifier is meant to be new."""
-    from transformers.utils import logging
-
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
 
 
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from unifmoe_dist.config import TrainConfig
-from unifmoe_dist.data.metrics import ACCURACY, Metric
 from unifmoe_dist.data.task import Task, TaskData
 from unifmoe_dist.errors import UserError
 
@@ -30,12 +29,10 @@ class LanguageTask(Task):
 
     Attributes:
         environment: Name of the one training environment; by default the task's.
-        metric: As of `TaskData`.
     """
 
     language = True
     environment = ""
-    metric: Metric = ACCURACY
 
     def encoder(self, config: TrainConfig) -> Encoder:
         """Where backbone and tokenizer come from.

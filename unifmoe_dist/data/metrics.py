@@ -1,32 +1,88 @@
-"""What a task is scored by: a name and a function of all predictions and labels at once.
+"""What a task is scored by: what is kept of each item, and a function of what was kept of all items at once.
 
-Matthews correlation and F1 are no means over items, so they must see the whole data set: `engine.evaluate` gathers it.
+Matthews correlation and F1 are no means over items, so they must see the whole data set; perplexity is a mean over
+tokens. Either way a batch's logits stay where they were computed: ranks exchange a few numbers per item.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from unifmoe_dist.errors import UserError
 
-@dataclass(frozen=True)
-class Metric:
-    """A score of class predictions; higher is better.
+if TYPE_CHECKING:
+    from torch import Tensor
 
-    Attributes:
-        name: What it is called in logs, plots and summary.json.
-        compute: `compute(predictions, labels) -> float` of two int64 arrays `(N,)`, N at least 1.
-    """
 
-    name: str
-    compute: Callable[[np.ndarray, np.ndarray], float]
+def classes(logits: Tensor, labels: Tensor) -> Tensor:
+    """Predicted classes over labels, (2, N) int64, of logits (N, C) and labels (N,)."""
+    import torch
+
+    return torch.stack([logits.argmax(-1), labels])
 
 
 def _accuracy(predictions: np.ndarray, labels: np.ndarray) -> float:
     return float((predictions == labels).mean())
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A score of predictions on a data set.
+
+    Attributes:
+        name: What it is called in logs, plots and summary.json.
+        compute: From the rows of `observe` for all items of a data set, each an array (N,), N at least 1, in any order.
+        observe: `observe(logits, labels) -> (rows, N)`: what is kept of each item of a batch; by default the predicted
+            class and the label.
+        accuracy: The fraction that is right, from the same rows as `compute`.
+        lower_is_better: Whether less is better.
+        pooled: Whether several data sets are scored as one, rather than by the mean of their scores.
+        scale, unit, decimals: How readers see it.
+    """
+
+    name: str
+    compute: Callable[..., float]
+    observe: Callable[[Tensor, Tensor], Tensor] = classes
+    accuracy: Callable[..., float] = _accuracy
+    lower_is_better: bool = False
+    pooled: bool = False
+    scale: float = 100.0
+    unit: str = "%"
+    decimals: int = 1
+
+    @property
+    def title(self) -> str:
+        """Name for readers."""
+        return self.name.replace("_", " ")
+
+    def better(self, score: float, than: float) -> bool:
+        return score < than if self.lower_is_better else score > than
+
+    @property
+    def form(self) -> str:
+        """How Python formats a score for readers."""
+        return f".{self.decimals}{self.unit or 'f'}"
+
+    def number(self, score: float) -> str:
+        """A score without its unit."""
+        return f"{self.scale * score:.{self.decimals}f}"
+
+    def shown(self, score: float) -> str:
+        """A score as the tables of the documentation have it, with its unit."""
+        return f"{self.number(score)} {self.unit}".rstrip()
+
+    def overall(self, rows: Sequence[np.ndarray]) -> float:
+        """The score on several data sets together, of each of which there are the rows of `observe`."""
+        if self.pooled:
+            return self.compute(*np.concatenate(rows, axis=1))
+        values = [self.compute(*data) if data.size else 0.0 for data in rows]
+        return sum(values) / len(values)
 
 
 def _matthews(predictions: np.ndarray, labels: np.ndarray) -> float:
@@ -52,3 +108,48 @@ MATTHEWS = Metric("matthews_correlation", _matthews)
 
 ACCURACY_AND_F1 = Metric("accuracy_and_f1", _accuracy_and_f1)
 """Mean of accuracy and of the F1 of class 1, from 0 to 1; F1 is 0 where nothing is, and nothing is called, class 1."""
+
+
+def _token_sums(logits: Tensor, labels: Tensor) -> Tensor:
+    """Of every row its summed -log p, its tokens and those predicted right, (3, N) float64; logits (N, T, V)."""
+    import torch
+
+    from unifmoe_dist.data.token_loss import token_losses
+
+    losses = token_losses(logits, labels).double().sum(-1)
+    right = (logits.argmax(-1) == labels).sum(-1)
+    return torch.stack([losses, torch.full_like(losses, labels.shape[-1]), right.double()])
+
+
+def _perplexity(losses: np.ndarray, tokens: np.ndarray, right: np.ndarray) -> float:
+    mean = math.fsum(losses) / math.fsum(tokens)  # exact sums: the same in any order, on any number of ranks
+    return math.exp(mean) if mean < 700 else math.inf
+
+
+def _right_tokens(losses: np.ndarray, tokens: np.ndarray, right: np.ndarray) -> float:
+    return float(right.sum() / tokens.sum())
+
+
+PERPLEXITY = Metric(
+    "perplexity",
+    _perplexity,
+    observe=_token_sums,
+    accuracy=_right_tokens,
+    lower_is_better=True,
+    pooled=True,
+    scale=1.0,
+    unit="",
+    decimals=2,
+)
+"""exp of the mean of -log p(next token) over all tokens, from 1 to infinity; natural logarithms."""
+
+METRICS = {metric.name: metric for metric in (ACCURACY, MATTHEWS, ACCURACY_AND_F1, PERPLEXITY)}
+
+
+def metric_named(name: str) -> Metric:
+    """A metric as its readers need it; one that a task brings itself is taken for a fraction, more being better."""
+    return METRICS.get(name) or Metric(name, _unknown)
+
+
+def _unknown(*rows: np.ndarray) -> float:
+    raise UserError("a metric that is known by its name only cannot be computed; take the task's own.")

@@ -21,6 +21,7 @@ TASKS = {
     "officehome": "unifmoe_dist.data.domainbed:DomainBed",
     "terraincognita": "unifmoe_dist.data.domainbed:DomainBed",
     "domainnet": "unifmoe_dist.data.domainbed:DomainBed",
+    "corpus": "unifmoe_dist.data.corpus:Corpus",
     "cola": "unifmoe_dist.data.glue:Glue",
     "mrpc": "unifmoe_dist.data.glue:Glue",
     "qnli": "unifmoe_dist.data.glue:Glue",

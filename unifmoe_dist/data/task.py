@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from unifmoe_dist.data.metrics import ACCURACY, Metric
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from unifmoe_dist.config import TrainConfig
+
+_VOCABULARY = 1000  # the smallest of the encoders have more
 
 Batch = tuple[dict[str, "Tensor"], "Tensor"]
 """Model keyword arguments and the labels ``(N,) int64``."""
@@ -42,10 +44,12 @@ class TaskData:
             generator, so seed that first.
         augment: optional ``augment(item, generator) -> item`` for items of ``train``, before they are collated. The
             item is not changed in place. The generator is on the CPU and the only source of randomness.
-        metric: what selects the checkpoint and is reported, computed on each data set as a whole and averaged over
-            them.
+        metric: what selects the checkpoint and is reported, computed on each data set as a whole, and over them as it
+            says.
         linear_baseline: optional ``linear_baseline(task) -> test score`` of a linear classifier, reported beside the
             run's.
+        domains: names of the data sets of "validation" and "test", where each is scored and reported on its own.
+        tokens: labels of an item, where every position has one; 0 where an item is of one class.
     """
 
     name: str
@@ -59,6 +63,8 @@ class TaskData:
     augment: Callable[[Any, torch.Generator], Any] | None = None
     metric: Metric = ACCURACY
     linear_baseline: Callable[[TaskData], float] | None = None
+    domains: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    tokens: int = 0
 
 
 class Task:
@@ -69,9 +75,11 @@ class Task:
         num_classes: Width of the logits.
         environments: Those that may be held out, one at a time; a task without any has a test split.
         language: Whether inputs are texts.
+        next_token: Whether every position is labelled, with the token that follows.
         family: The benchmark that it is a part of, "domainbed" or "glue"; empty for a task of its own, whose runs are
             small enough for CPU cores.
         ignored: Options that it does not take, by dotted name; to give one is refused.
+        metric: As of `TaskData`.
         class_names: Of the classes, for readers; None numbers them.
         mean, std: Pixel statistics (of values in 0..1), by channel, with which images were normalised.
         stroke_above: Brightness (0..1) that tells strokes from their background, in images that are made of strokes.
@@ -89,8 +97,10 @@ class Task:
     num_classes: int
     environments: tuple[str, ...] = ()
     language: bool = False
+    next_token: bool = False
     family: str = ""
     ignored: tuple[str, ...] = ()
+    metric: Metric = ACCURACY
     class_names: tuple[str, ...] | None = None
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
@@ -125,6 +135,20 @@ class Task:
     def input_size(self, config: TrainConfig) -> tuple[int, ...]:
         """(channels, height, width) of an image, or (tokens,) of the longest text, as far as known without data."""
         raise NotImplementedError
+
+    def training_sets(self) -> int:
+        """Data sets that a step draws from, as far as known without data."""
+        return max(1, len(self.environments) - 1)
+
+    def made_up(self, config: TrainConfig, items: int) -> Batch:
+        """A batch of noise as large as any; sentences have the longest length that the task takes, without padding."""
+        import torch
+
+        size, labels = self.input_size(config), torch.randint(0, self.num_classes, (items,))
+        if not self.language:
+            return {"x": torch.randn(items, *size)}, labels
+        tokens = torch.randint(0, _VOCABULARY, (items, *size))
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "token_type_ids": tokens * 0}, labels
 
     def held_out(self, config: TrainConfig) -> str | None:
         """Name of the environment that the configuration holds out, however it was written; None without any.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,7 +20,7 @@ import tokenizers
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from unifmoe_dist.files import appearing, lock
+from unifmoe_dist.files import appearing, lock, user_cache
 
 FEWEST = 50_000
 """Texts from which a file is worth it; fewer take a second or two."""
@@ -32,12 +31,11 @@ Tokens = dict[str, np.ndarray]
 _making = threading.Lock()  # between threads, which a file's lock does not tell apart
 
 
-def folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unifmoe_dist" / "tokens"
+def fingerprint(tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, longest: int | None) -> str | None:
+    """A name for the tokens of some texts; None for tokenizers that do not tell what they do.
 
-
-def fingerprint(tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, longest: int) -> str | None:
-    """A name for the tokens of some texts; None for tokenizers that do not tell what they do."""
+    `longest` is None for documents, which are neither cut nor framed by special tokens.
+    """
     if (core := getattr(tokenizer, "backend_tokenizer", None)) is None:
         return None
     rules = json.loads(core.to_str())
@@ -54,10 +52,10 @@ def fingerprint(tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | Non
 
 def remembered(name: str | None, texts: int, make: Callable[[], Tokens]) -> Tokens:
     """The tokens of that name, from `fingerprint`, from disk, or made and kept there; None keeps nothing."""
-    if name is None or texts < FEWEST:
+    if name is None:
         return make()
     try:
-        path = folder() / f"{name}.safetensors"
+        path = user_cache("tokens") / f"{name}.safetensors"
     except RuntimeError:  # a user without a home
         return make()
     try:

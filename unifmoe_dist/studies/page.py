@@ -20,6 +20,7 @@ import matplotlib
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
+from unifmoe_dist.data.metrics import metric_named
 from unifmoe_dist.files import write_text
 from unifmoe_dist.studies import templating
 from unifmoe_dist.studies.figures.style import save
@@ -116,7 +117,13 @@ def write_page(folder: Path, template: str, **context: Any) -> Path:
     environment = templating.environment()
     environment.filters["prose"] = prose
     blocks = Blocks(folder)
-    environment.globals |= {"blocks": blocks, "number": Number, "numbers": numbers, "table": Table}
+    environment.globals |= {
+        "blocks": blocks,
+        "number": Number,
+        "numbers": numbers,
+        "table": Table,
+        "metric_named": metric_named,
+    }
     body = Markup(environment.get_template(template).render(context))  # noqa: S704  escaped by the template
     page = environment.get_template("page.html").render(body=body, titles=blocks.titles, **blocks.head)
     write_text(folder / PAGE, page)

@@ -10,6 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from unifmoe_dist.data.metrics import ACCURACY, Metric, metric_named
 from unifmoe_dist.studies.figures.style import EXPERT_COLOUR, SHARED_COLOUR, bars, label, panels, plain, save
 from unifmoe_dist.studies.records import read_metrics
 
@@ -32,7 +33,7 @@ def curves_figure(runs: Mapping[str, Records]) -> Figure:
     """
     auxiliary = any(record["div_loss"] for records in runs.values() for record in of_kind(records, "train"))
     figure, ((left, *middle, right),) = panels(1, 3 if auxiliary else 2, 12 if auxiliary else 9, 3.4)
-    metrics = {"accuracy"}
+    metrics: set[Metric] = set()
     for number, (name, records) in enumerate(runs.items()):
         train, validation = of_kind(records, "train"), of_kind(records, "validation")
         colour, second = _COLOURS[2 * number % 4], _COLOURS[(2 * number + 1) % 4]
@@ -41,21 +42,24 @@ def curves_figure(runs: Mapping[str, Records]) -> Figure:
         left.plot(steps, [r["task_loss"] for r in train], color=colour, label=f"{where}task loss")
         if any(r["div_loss"] for r in train):
             middle[0].plot(steps, [r["div_loss"] for r in train], color=colour, label=f"{where}auxiliary loss")
-        batches = [100 * r["accuracy"] for r in train]
-        right.plot(steps, batches, color=colour, alpha=0.5, label=f"{where}training batches")
-        scores = {"accuracy": f"{where}validation"}
-        if validation and (metric := validation[-1]["metric"]) != "accuracy":
-            scores[metric] = f"{where}validation, {metric.replace('_', ' ')}"
+        chosen = metric_named(validation[-1]["metric"]) if validation else ACCURACY
+        scores = {ACCURACY: f"{where}validation"} if chosen.unit else {}  # one axis for what is counted in per cent
+        if scores:
+            batches = [ACCURACY.scale * r["accuracy"] for r in train]
+            right.plot(steps, batches, color=colour, alpha=0.5, label=f"{where}training batches")
+        scores.setdefault(chosen, f"{where}validation, {chosen.title}")
         steps = [r["step"] for r in validation]
-        for style, (key, text) in zip(("o-", "s--"), scores.items(), strict=False):
-            right.plot(steps, [100 * r[key] for r in validation], style, color=second, markersize=4, label=text)
+        for style, (metric, text) in zip(("o-", "s--"), scores.items(), strict=False):
+            values = [metric.scale * r[metric.name] for r in validation]
+            right.plot(steps, values, style, color=second, markersize=4, label=text)
         metrics |= scores.keys()
     for axis in (left, *middle):
         if axis.get_lines():
             axis.set_yscale("log")
-    what = "accuracy" if metrics == {"accuracy"} else "score"
+    what = next(iter(metrics)).title if len(metrics) == 1 else "score"
+    units = {metric.unit for metric in metrics if metric.unit}
     label(left, "step", "loss (log scale)", "Training loss")
-    label(right, "step", f"{what} (%)", what.capitalize())
+    label(right, "step", f"{what} ({units.pop()})" if units else what, what.capitalize())
     for axis in middle:
         label(axis, "step", "loss, unweighted (log scale)", "Auxiliary loss of the layers")
     for axis in (left, *middle, right):

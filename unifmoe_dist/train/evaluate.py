@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from unifmoe_dist.data.metrics import ACCURACY, Metric
 from unifmoe_dist.data.task import TaskData, logits_of
 from unifmoe_dist.runtime.ranks import Ranks
 from unifmoe_dist.train.batches import evaluation_batches
@@ -20,7 +19,7 @@ from unifmoe_dist.usage import UsageSummary
 
 @dataclass(frozen=True)
 class Score:
-    """Scores of one pass over data sets: the metric's mean and its values, the mean accuracy, and usage by layer."""
+    """Scores of one pass over data sets: the metric over all and of each, the mean accuracy, and usage by layer."""
 
     metric: str
     value: float
@@ -53,8 +52,8 @@ def evaluate(
 ) -> Score:
     """The task's metric on each data set, in evaluation mode; collective. Leaves the training mode as it was.
 
-    Predictions of all ranks are brought together, each item's once, so that every rank computes the metric on the
-    whole data set and gets the same value. `workers` processes of this rank read ahead.
+    What the metric keeps of the items of all ranks is brought together, each item's once, so that every rank computes
+    it on the whole data set and gets the same value. `workers` processes of this rank read ahead.
     """
     was_training = model.training
     model.eval()
@@ -63,21 +62,18 @@ def evaluate(
         layer.usage.reset()
     own = []
     for dataset in datasets:
-        parts = [np.zeros((2, 0), dtype=np.int64)]  # predictions over labels
+        parts = []  # of every batch, what the metric keeps of its items
         for (inputs, labels), weight in evaluation_batches(
             dataset, task, batch_size, ranks.rank, ranks.world_size, workers
         ):
             logits = logits_of(model(**to_device(inputs, ranks.device, dtype)))
-            pair = torch.stack([logits.argmax(-1).cpu(), labels])
-            parts.append(pair[:, weight > 0].numpy())
-        own.append(np.concatenate(parts, axis=1))
+            rows = task.metric.observe(logits, labels.to(logits.device)).cpu()
+            parts.append(rows[:, weight > 0].numpy())
+        own.append(np.concatenate(parts, axis=1) if parts else np.zeros((0, 0)))
     whole = [np.concatenate(shares, axis=1) for shares in zip(*ranks.gather(own), strict=True)]
-    values, accuracies = _on_each(task.metric, whole), _on_each(ACCURACY, whole)
+    metric = task.metric
+    values = [metric.compute(*rows) if rows.size else 0.0 for rows in whole]
+    accuracies = [metric.accuracy(*rows) if rows.size else 0.0 for rows in whole]
     usage = collect_usage(model, ranks)
     model.train(was_training)
-    count = len(datasets)
-    return Score(task.metric.name, sum(values) / count, sum(accuracies) / count, values, usage)
-
-
-def _on_each(metric: Metric, pairs: Sequence[np.ndarray]) -> list[float]:
-    return [metric.compute(predictions, labels) if len(labels) else 0.0 for predictions, labels in pairs]
+    return Score(metric.name, metric.overall(whole), sum(accuracies) / len(datasets), values, usage)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.data.metrics import ACCURACY, Metric
 from unifmoe_dist.data.task import TaskData
 from unifmoe_dist.errors import UserError
 
@@ -53,23 +54,25 @@ def check_epochs(config: TrainConfig, epoch_steps: int, progress: dict[str, Any]
 
 @dataclass
 class Selection:
-    """The best validation score and the evaluations since; the earliest of equal scores wins.
+    """The best validation score by a metric and the evaluations since; the earliest of equal scores wins.
 
     Ranks that are given the same scores decide alike, so nothing needs to be exchanged.
 
     Attributes:
         step, score, accuracy: Of the best evaluation; 0 and None before the first.
         waited: Evaluations in a row since then that were no better.
+        metric: Says which of two scores is better.
     """
 
     step: int = 0
     score: float | None = None
     accuracy: float | None = None
     waited: int = 0
+    metric: Metric = ACCURACY
 
     def offer(self, step: int, score: float, accuracy: float) -> bool:
         """Take note of an evaluation; whether it is the best so far."""
-        better = self.score is None or score > self.score
+        better = self.score is None or self.metric.better(score, self.score)
         if better:
             self.step, self.score, self.accuracy, self.waited = step, score, accuracy, 0
         else:
@@ -90,9 +93,9 @@ class Selection:
         }
 
     @classmethod
-    def from_progress(cls, saved: dict[str, Any]) -> Selection:
+    def from_progress(cls, saved: dict[str, Any], metric: Metric = ACCURACY) -> Selection:
         """The inverse of `progress`. Checkpoints older than these fields were selected by accuracy."""
         if not saved["best_step"]:
-            return cls()
+            return cls(metric=metric)
         best, waited = saved["best"], saved.get("evaluations_without_improvement", 0)
-        return cls(saved["best_step"], best, saved.get("best_accuracy", best), waited)
+        return cls(saved["best_step"], best, saved.get("best_accuracy", best), waited, metric)

@@ -84,7 +84,7 @@ class Trainer:
             config.data.workers,
             config.data.sampling == "replacement",
         )
-        self.step, self.seconds, self.selection = 0, 0.0, Selection()
+        self.step, self.seconds, self.selection = 0, 0.0, Selection(metric=self.task.metric)
         self.skipped, self.saved_step, self.latest = 0, -1, ""
         self.dropped: float | None = None
         self.signals = StopSignals()
@@ -144,7 +144,9 @@ class Trainer:
         config = self.config
         shown = config.progress and self.ranks.rank == 0
         bar = self._begin(shown)
-        started = time.perf_counter()
+        if config.eval_at_start and self.step == 0:
+            self._score_at_start()
+        started = logged = time.perf_counter()
         window: list[dict[str, Tensor]] = []
         self.algorithm.train()
         with self.signals:
@@ -156,7 +158,7 @@ class Trainer:
                 heartbeat.doing(f"step {self.step} of {config.steps}{self.latest}")
                 checked = self.step == config.steps or self.step % config.eval_every == 0
                 if checked or result.signal or self.step % config.log_every == 0:
-                    numbers = self._log_training(window)
+                    numbers = self._log_training(window, time.perf_counter() - logged)
                     show_beside(bar, numbers)
                     window = []
                 seconds = self.seconds + time.perf_counter() - started
@@ -168,6 +170,8 @@ class Trainer:
                         heartbeat.heard()
                 elif result.signal:
                     self._save(seconds, better=False)
+                if not window:  # evaluations and checkpoints are no part of the speed of training
+                    logged = time.perf_counter()
                 if result.signal:
                     bar.close()
                     if self.ranks.rank == 0:
@@ -202,12 +206,30 @@ class Trainer:
             bar_format=BAR,
         )
 
-    def _log_training(self, window: list[dict[str, Tensor]]) -> list[str]:
+    def _score_at_start(self) -> None:
+        """Record what the model scores before it is trained."""
+        for kind, datasets in (("validation", self.task.validation), ("test", self.task.test)):
+            heartbeat.doing(f"scoring the {kind} data before the first step")
+            score = self._evaluate(datasets)
+            scores = {"metric": score.metric, "accuracy": score.accuracy, score.metric: score.value}
+            self._record({"kind": kind, "step": 0, **scores, **self._by_name(score, kind)}, score.usage)
+
+    def _by_name(self, score: Score, kind: str) -> dict[str, Any]:
+        """The score of each domain, of a task that has some, or of each environment in order."""
+        if names := self.task.domains.get(kind):
+            return {"per_domain": dict(zip(names, score.per_dataset, strict=True))}
+        return {"per_environment": score.per_dataset}
+
+    def _log_training(self, window: list[dict[str, Tensor]], seconds: float) -> list[str]:
+        """Record the means of the steps of a window, which took so many seconds; numbers for the bar."""
         if not window:
             return [f"{self.skipped} updates skipped"]
         names = list(window[0])
         local = torch.stack([torch.stack([entry[n] for n in names]) for entry in window]).mean(0)
         means = dict(zip(names, (self.ranks.all_sum(local) / self.ranks.world_size).tolist(), strict=True))
+        if self.task.tokens:
+            batch = self.config.data.batch_size * len(self.task.train)
+            means["tokens_per_second"] = len(window) * batch * self.task.tokens / seconds
         usage = collect_usage(self.model, self.ranks)
         self.dropped = mean_over_layers(usage, "dropped") if usage else 0.0
         kind = {"kind": "train", "step": self.step}
@@ -230,7 +252,7 @@ class Trainer:
             "best": self.selection.score,
             "evaluations_without_improvement": self.selection.waited,
         }
-        self._record({**record, "per_environment": score.per_dataset}, score.usage)
+        self._record({**record, **self._by_name(score, "validation")}, score.usage)
         return better
 
     def _save(self, seconds: float, better: bool) -> None:
@@ -264,6 +286,7 @@ class Trainer:
         summary = {
             **summarise(self.config, score),
             "dropped_fraction": self.dropped,  # by the limit of capacity, in the steps last logged; testing has none
+            **({"per_domain": self._by_name(score, "test")["per_domain"]} if self.task.domains else {}),
             "world_size": self.ranks.world_size,
             "wall_seconds": self.seconds,
             "expert_parallel_size": self.config.expert_parallel_size(self.ranks.world_size),
@@ -295,6 +318,8 @@ class Trainer:
         events = [
             (f"{record['kind']}/{name}", value, self.step) for name, value in record.items() if isinstance(value, float)
         ]
+        parts = record.get("per_domain", {}).items()
+        events += [(f"{record['kind']}/{record.get('metric')}/{name}", value, self.step) for name, value in parts]
         for layer, u in usage.items():
             for name in ("block_compute", "expert_count", "shared_demand", "dropped"):
                 events.append((f"{record['kind']}/{layer}/{name}", getattr(u, name), self.step))
@@ -306,10 +331,10 @@ class Trainer:
         progress = checkpoint.load(folder, self.model, self.engine, self.ranks, self.schedule, extra)
         check_epochs(self.config, self.epoch_steps, progress)
         self.step, self.seconds, self.skipped = progress["step"], progress["seconds"], progress["skipped_steps"]
-        self.saved_step, self.selection = self.step, Selection.from_progress(progress)
+        self.saved_step, self.selection = self.step, Selection.from_progress(progress, self.task.metric)
         best = folder.parent / f"step-{self.selection.step:06d}"
         if not best.is_dir():  # nothing was validated yet, or the run was taken back to before its best
-            self.selection = Selection()
+            self.selection = Selection(metric=self.task.metric)
         self.ranks.barrier()
         if self.ranks.rank == 0:
             # The run may have been killed before it could name its last checkpoint, or its best.

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from unifmoe_dist.algorithms.registry import REGISTRY as ALGORITHMS
 from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.data.metrics import ACCURACY, metric_named
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.task import TaskData
 from unifmoe_dist.methods.registry import method_of
@@ -86,10 +87,12 @@ def training_numbers(means: Mapping[str, float], usage: Mapping[str, UsageSummar
     """Numbers of the last steps, most important first: loss and accuracy; of MoE layers C_B, k, alpha and loads.
 
     Args:
-        means: Mean "loss" and "accuracy".
+        means: Mean "loss" and "accuracy", and where they are counted "tokens_per_second".
         usage: Of each MoE layer; numbers are means over layers, but of all experts' loads the least and the most.
     """
     numbers = [f"loss {means['loss']:.3f}", f"acc {means['accuracy']:.3f}"]
+    if "tokens_per_second" in means:
+        numbers.append(f"{means['tokens_per_second']:,.0f} tokens/s")
     if usage:
         for label, name in (("C_B", "block_compute"), ("k", "expert_count"), ("α", "shared_demand")):
             numbers.append(f"{label} {mean_over_layers(usage, name):.2f}")
@@ -117,11 +120,6 @@ def show_beside(bar: tqdm, numbers: Sequence[str]) -> None:
 # -- the end --------------------------------------------------------------------------------------------------------
 
 
-def percent(score: float) -> str:
-    """A score from 0 to 1 (a correlation: from -1 to 1) in per cent, as the tables of the documentation have it."""
-    return f"{100 * score:.1f} %"
-
-
 def result_sentence(summary: Mapping[str, Any], split: str = "test") -> str:
     """How a model did on a split, beside what it can be compared with, and what it executed.
 
@@ -130,13 +128,14 @@ def result_sentence(summary: Mapping[str, Any], split: str = "test") -> str:
     method, algorithm = method_of(summary["moe"]), ALGORITHMS[summary["algorithm"]]
     name = method.title if algorithm.plain else algorithm.title
     where = f" ({summary['held_out']} held out)" if summary["held_out"] else ""
-    metric = summary["metric"].replace("_", " ")
-    words = f"{name} on {summary['task']}{where}: {split} {metric} {percent(summary['score'])}"
+    metric = metric_named(summary["metric"])
+    words = f"{name} on {summary['task']}{where}: {split} {metric.title} {metric.shown(summary['score'])}"
     beside = []
     if "validation_score" in summary:
-        beside.append(f"validation {percent(summary['validation_score'])}")
+        beside.append(f"validation {metric.shown(summary['validation_score'])}")
     if "linear_baseline_accuracy" in summary:
-        beside.append(f"a linear classifier has {percent(summary['linear_baseline_accuracy'])} on the same test data")
+        linear = ACCURACY.shown(summary["linear_baseline_accuracy"])
+        beside.append(f"a linear classifier has {linear} on the same test data")
     words += f" ({'; '.join(beside)})" if beside else ""
     if not method.layer:
         return words + "."

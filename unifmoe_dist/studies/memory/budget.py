@@ -122,8 +122,8 @@ def assumptions(config: TrainConfig, budget: Budget) -> str:
         "Kinds are at their most, which is not all at the same time: the peak is below their sum.",
         "Assumed: routers as they start, and optimiser states that exist (from the second step on).",
     ]
-    if find_task(config.data.task).language:
-        lines += ["Every sentence has the longest length, 128 tokens, without padding."]
+    if (task := find_task(config.data.task)).language:
+        lines += [f"Every text has the longest length, {task.input_size(config)[0]} tokens, without padding."]
     if budget.gpu:
         lines += ["GPU kernels (docs/memory.md): fused attention, Triton experts, optimisers over lists of tensors."]
     if config.model.dispatcher == "tutel" and config.parallel.expert_parallel_size != 1:

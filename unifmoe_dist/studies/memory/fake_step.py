@@ -33,7 +33,6 @@ from unifmoe_dist.upcycling import moe_layers
 KINDS = ("weights", "master weights", "optimiser states", "gradients", "activations", "buffers")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ITEMS = 1024  # of every environment; as many as a batch may need
-_VOCABULARY = 1000  # the smallest of the backbones have more
 
 
 @dataclass(frozen=True)
@@ -125,22 +124,16 @@ def variants(config: TrainConfig) -> Iterator[TrainConfig]:
 def task_of_sizes(config: TrainConfig) -> TaskData:
     """The task with made-up items, of which `collate` knows the number only, and random weights.
 
-    Sentences have the longest length that the language tasks have, without padding. Raises UserError where the
-    backbone's architecture cannot be had without a network.
+    Raises UserError where the backbone's architecture cannot be had without a network.
     """
     task = find_task(config.data.task)
-    collate = partial(_made_up, task.language, task.input_size(config), task.num_classes)
-    items: Any = [range(_ITEMS)] * max(1, len(task.environments) - 1)
+
+    def collate(items: Sequence[Any]) -> Batch:
+        return task.made_up(config, len(items))
+
+    items: Any = [range(_ITEMS)] * task.training_sets()
     names, make = tuple(map(str, range(len(items)))), partial(task.untrained, config)
     return TaskData(task.name, task.num_classes, items, items, items, names, collate, make)
-
-
-def _made_up(language: bool, size: tuple[int, ...], classes: int, items: Sequence[Any]) -> Batch:
-    labels = torch.randint(0, classes, (len(items),))
-    if not language:
-        return {"x": torch.randn(len(items), *size)}, labels
-    tokens = torch.randint(0, _VOCABULARY, (len(items), *size))
-    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "token_type_ids": tokens * 0}, labels
 
 
 def sizes_of_algorithm(config: TrainConfig, task: TaskData, ranks: int) -> Algorithm:

@@ -35,8 +35,8 @@ class Result(RunIdentity):
     """One planned run, and, once it has finished, what came of it."""
 
     folder: Path
-    score: float | None = None  # test score (%)
-    validation: float | None = None  # validation score (%) of the checkpoint that was tested
+    score: float | None = None  # test score, as readers see it (%)
+    validation: float | None = None  # validation score of the checkpoint that was tested
     block_compute: float | None = None  # mean blocks per token and layer, C_B
     expert_count: float | None = None  # mean (residual) experts per token and layer, k
     options: dict[str, Any] | None = None  # those that tables need, by dotted name
@@ -81,11 +81,11 @@ def _read(folder: Path) -> Result:
             return planned
         if (summary := read_summary(folder)) is None:
             raise ValueError("summary.json is no summary")
-        options = saved_options(folder)
+        options, metric = saved_options(folder), find_task(planned.task).metric
         return replace(
             planned,
-            score=100 * float(summary.get("score", summary["test_accuracy"])),
-            validation=100 * float(summary.get("validation_score", summary["validation_accuracy"])),
+            score=metric.scale * float(summary.get("score", summary["test_accuracy"])),
+            validation=metric.scale * float(summary.get("validation_score", summary["validation_accuracy"])),
             block_compute=float(summary["mean_block_compute"]),
             expert_count=float(summary["mean_expert_count"]),
             options={name: options[name] for name in _OPTIONS},
@@ -151,7 +151,8 @@ def cell(results: Sequence[Result], task: str, method: str, held_out: str | None
     if len(mine) < grid.size or not grid.size:
         return Entry(None, done=len(mine), wanted=grid.size)
     runs = pd.DataFrame([vars(r) | {"ffns": r.ffns, "held_out": str(r.held_out)} for r in mine])
-    chosen = runs.loc[runs.groupby(["seed", "held_out"])["validation"].idxmax()]  # the best learning rate
+    scores = runs.groupby(["seed", "held_out"])["validation"]
+    chosen = runs.loc[scores.idxmin() if find_task(task).metric.lower_is_better else scores.idxmax()]  # learning rate
     by_seed = chosen.groupby("seed")["score"].mean().tolist()
     costs = chosen[list(COSTS.values())].mean()
     return Entry(fmean(by_seed), deviation(by_seed), len(mine), grid.size, **costs, by_seed=tuple(by_seed))

@@ -44,6 +44,7 @@ class Table:
     rows: list[Row]
     notes: list[str]  # sentences below it
     scores: int  # number of columns, from the left, whose best entry is marked
+    lower_is_better: bool = False
 
 
 def build_tables(results: Sequence[Result]) -> list[Table]:
@@ -155,14 +156,17 @@ def _by_environment(task: str, results: Sequence[Result]) -> Table:
     for method in planned_methods(results, [task]):
         cells = [cell(results, task, method, environment) for environment in environments]
         rows.append(_row(method, _label(method), cells, cell(results, task, method), 1))
-    head, what, notes = "Score", "score (%)", [_SEEDS_NOTE]
+    metric, notes = benchmark.metric, [_SEEDS_NOTE]
+    unit = f" ({metric.unit})" if metric.unit else f", {metric.title}"
+    head, what = "Score", f"score{unit}"
     if environments:
-        head, what = "Mean", "by held-out environment (%)"
+        head, what = "Mean", f"by held-out environment{unit}"
         notes.append("Columns are held-out environments. A seed's mean is taken over them, then mean and deviation.")
         notes += _environment_notes(results, [task])
     name = f"{benchmark.family}-{task}" if benchmark.family else task
     columns = (*environments, head, *COSTS)
-    return Table(name, f"{benchmark.title}: {what}", columns, rows, notes, len(environments) + 1)
+    title, marked = f"{benchmark.title}: {what}", len(environments) + 1
+    return Table(name, title, columns, rows, notes, marked, metric.lower_is_better)
 
 
 _SEEDS_NOTE = (
@@ -197,10 +201,11 @@ def _label(method: str, results: Sequence[Result] = (), table: str = "") -> str:
 def _mark_best(table: Table) -> None:
     """Mark the best measured score of each column, where there is something to compare."""
     own = [r for r in table.rows if r.source == HERE and (r.method in METHODS or r.method.startswith("unif-"))]
+    best = min if table.lower_is_better else max
     for column in range(table.scores):
         shown = [(row, e, round(e.mean, e.decimals)) for row in own if (e := row.entries[column]).mean is not None]
         for row, entry, value in shown if len(shown) > 1 else ():
-            row.entries[column] = replace(entry, best=value == max(other for _, _, other in shown))
+            row.entries[column] = replace(entry, best=value == best(other for _, _, other in shown))
 
 
 # -- their forms ------------------------------------------------------------------------------------------------------

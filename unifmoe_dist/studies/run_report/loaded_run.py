@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.data.pretrained import quiet
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.task import Task, TaskData
 from unifmoe_dist.errors import UserError
@@ -127,26 +127,10 @@ def load_run(folder: Path, name: str = "best", label: str | None = None, data_ro
     seed_everything(config.seed)
     heartbeat.doing(f"reading the data of {config.data.task} and the weights of {folder}")
     task = own_task(folder, config, data_root)
-    with _quiet_transformers():
+    with quiet():  # the checkpoint replaces the weights that it would report
         model = own_model(folder, config)
     checkpoint.load_weights(saved, model)
     step = int(checkpoint.load_progress(saved)["step"])
     records = read_metrics(folder) if (folder / "metrics.jsonl").is_file() else []
     label = label or folder.resolve().name
     return LoadedRun(label, folder, config, saved, step, task, model.to(device).eval(), records, summary, device)
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """No report of pretrained weights and no bar while a model is built: the checkpoint replaces those weights."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

@@ -1,4 +1,7 @@
-"""A tiny model of every family that can be upcycled: the table in docs/upcycling.md is made of this one."""
+"""A tiny model of every family that can be upcycled.
+
+`python -m tests.support.families` writes the table in README.md and docs/upcycling.md, which is made of this one.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import timm
@@ -111,7 +115,7 @@ def _made(name: str, config: str, options: dict[str, Any]) -> nn.Module:
     if not hasattr(transformers, name):
         raise Missing(f"transformers {transformers.__version__} has no {name}")
     model = getattr(transformers, name)(getattr(transformers, config)(**options)).eval()
-    if hasattr(model, "generation_config"):
+    if getattr(model, "generation_config", None) is not None:
         model.generation_config.eos_token_id = None  # random weights would end at random
     return model
 
@@ -198,14 +202,16 @@ FAMILIES = [
         inputs=words,
     ),
     _encoder("ModernBERT", "ModernBert", reference_compile=False, cls_token_id=1, sep_token_id=2),
-    _encoder("DeBERTa v2, v3", "DebertaV2", relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8),
+    _encoder(
+        "DeBERTa v2 and v3", "DebertaV2", relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8
+    ),
     _encoder("MPNet", "MPNet"),
     _vision("ViT", "ViTForImageClassification", "ViTConfig"),
     _vision("DeiT", "DeiTForImageClassification", "DeiTConfig"),
     _vision("DINOv2", "Dinov2ForImageClassification", "Dinov2Config", mlp_ratio=2),
     _vision("DINOv2-giant", "Dinov2ForImageClassification", "Dinov2Config", mlp_ratio=3, use_swiglu_ffn=True),
     _vision("DINOv3", "DINOv3ViTModel", "DINOv3ViTConfig"),
-    _vision("DINOv3, gated", "DINOv3ViTModel", "DINOv3ViTConfig", use_gated_mlp=True, hidden_act="silu"),
+    _vision("DINOv3 gated", "DINOv3ViTModel", "DINOv3ViTConfig", use_gated_mlp=True, hidden_act="silu"),
     _vision("BEiT", "BeitForImageClassification", "BeitConfig", use_relative_position_bias=True),
     Family("Swin", "vision", partial(_made, "SwinForImageClassification", "SwinConfig", _SWIN), "", 4, pixels),
     Family(
@@ -229,15 +235,15 @@ FAMILIES = [
     ),
     *_parts(
         "T5",
-        "encoder and decoder",
+        "encoders with decoders",
         partial(_made, "T5ForConditionalGeneration", "T5Config", _T5),
         _both,
         "encoder",
         "decoder",
     ),
     *_parts(
-        "T5, gated",
-        "encoder and decoder",
+        "T5 gated",
+        "encoders with decoders",
         partial(_made, "T5ForConditionalGeneration", "T5Config", {**_T5, "feed_forward_proj": "gated-gelu"}),
         _both,
         "encoder",
@@ -245,7 +251,7 @@ FAMILIES = [
     ),
     *_parts(
         "BART",
-        "encoder and decoder",
+        "encoders with decoders",
         partial(_made, "BartForConditionalGeneration", "BartConfig", {**_SEQ2SEQ, **_ENDS}),
         _both,
         "model.encoder",
@@ -281,3 +287,32 @@ FAMILIES = [
         inputs=lambda: {"x": torch.randn(2, 3, 32, 32)},
     ),
 ]
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+PAGES = [Path(__file__).parents[2] / name for name in ("README.md", "docs/upcycling.md")]
+_START, _END = "<!-- families, written by tests/support/families.py -->\n", "<!-- end of families -->"
+
+
+def table() -> str:
+    """Kinds of families, and of those that are upcycled by part, the parts."""
+    lines = ["| kind | families |", "| --- | --- |"]
+    for kind in dict.fromkeys(family.kind for family in FAMILIES):
+        parts: dict[str, list[str]] = {}
+        for family in FAMILIES:
+            if family.kind == kind:
+                parts.setdefault(family.title, []).extend([family.part.rpartition(".")[2]] if family.part else [])
+        shown = [f"{title} ({', '.join(own)})" if own else title for title, own in parts.items()]
+        lines.append(f"| {kind} | {', '.join(shown)} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_table(page: str) -> str:
+    before, _, rest = page.partition(_START)
+    return f"{before}{_START}{table()}{_END}{rest.partition(_END)[2]}"
+
+
+if __name__ == "__main__":
+    for path in PAGES:
+        path.write_text(with_table(path.read_text()))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.families import FAMILIES, WORDS, Family, Missing
+from tests.support.families import FAMILIES, PAGES, WORDS, Family, Missing, table, with_table
 from tests.support.reload_families import output, save, upcycled
 from tests.support.small_models import moved
 from unifmoe_dist.kernels.activations import FUNCTIONS
@@ -40,6 +40,12 @@ def dense_ffn(layer: nn.Module, x: Tensor) -> Tensor:
     linear, act = nn.functional.linear, FUNCTIONS[layer.config.activation]
     hidden = act(linear(x, *gate)) * linear(x, up, up_bias) if gate else act(linear(x, up, up_bias))
     return linear(hidden, down, down_bias)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_tables_name_what_is_tried_here(page: Path):
+    assert page.read_text() == with_table(page.read_text()), "run python -m tests.support.families"
+    assert page.read_text().count(table()) == 1
 
 
 @pytest.fixture(scope="module")
@@ -105,14 +111,17 @@ def without_cache(model: nn.Module, ids: Tensor, steps: int) -> Tensor:
     return ids
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
 @by_name(DECODERS)
-def test_decoding_with_a_cache_and_padding_on_the_left(family: Family):
+def test_decoding_with_a_cache_and_padding_on_the_left(family: Family, cache: str):
     model = moved(upcycled(family, built(family))).eval()
+    if cache == "static":  # with places for keys to come, and masks of another kind
+        model.set_attn_implementation("eager")
     layer = next(iter(moe_layers(model).values()))
     ids = torch.randint(3, WORDS, (2, 9))
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
-    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
 
     wanted = [without_cache(model, ids[:1, 4:], 5)[:, 5:], without_cache(model, ids[1:], 5)[:, 9:]]
     layer.usage.reset()

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+from tests.support.families import FAMILIES
 from tests.support.small_models import TEXT, VISION, B, K, assert_same, build, inputs, logits, moved
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer, upcycle
 from unifmoe_dist.errors import UserError
@@ -205,4 +206,74 @@ def test_sharded_save_is_refused_on_reload(tmp_path):
     model.config.unif_moe[0]["expert_parallel_size"] = 2
     model.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="spread over 2 ranks"):
+        type(model).from_pretrained(tmp_path)
+
+
+def tiny_t5() -> transformers.T5ForConditionalGeneration:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 50}
+    config = transformers.T5Config(**sizes, feed_forward_proj="gated-silu", dropout_rate=0.0)
+    return transformers.T5ForConditionalGeneration(config).eval()
+
+
+def test_both_parts_of_a_model_with_one_configuration(tmp_path):
+    """T5's encoder and decoder share a configuration, so the whole's tells of each part by name."""
+    model = tiny_t5()
+    upcycle(model.encoder, [1], K, B)
+    model.save_pretrained(tmp_path / "encoder")
+    again = type(model).from_pretrained(tmp_path / "encoder")
+    upcycle(again.decoder, [0], 2, B, capacity_factor=2.0)
+    upcycle(again.encoder, [0], 4, B)
+    moved(again).save_pretrained(tmp_path / "both")
+    again.save_pretrained(tmp_path / "both")  # once more: nothing is noted twice
+    notes = json.loads((tmp_path / "both" / "config.json").read_text())["unif_moe"]
+    assert [(note["part"], note["layers"]) for note in notes] == [("encoder", [1]), ("encoder", [0]), ("decoder", [0])]
+    both = type(model).from_pretrained(tmp_path / "both")
+    assert [layer.config.num_experts for layer in moe_layers(both).values()] == [4, K, 2]
+    assert [layer.config.gated for layer in moe_layers(both).values()] == [True] * 3
+    ids = torch.randint(3, 50, (2, 6))
+    with torch.no_grad():
+        got, want = (m(input_ids=ids, decoder_input_ids=ids).logits for m in (both, again))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    half = transformers.T5EncoderModel.from_pretrained(tmp_path / "both")
+    assert [layer.config.num_experts for layer in moe_layers(half).values()] == [4, K]
+    assert both.config.unif_moe == again.config.unif_moe and without_notes(both.config).dense_act_fn == "silu"
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT-2", "OPT", "Gemma 3", "ModernBERT", "T5", "BART", "CLIP", "Swin"])
+def test_more_families_fail_with_the_remedy_elsewhere(family, tmp_path, monkeypatch):
+    """Their configurations have the activation by other names, or in the configuration of a part."""
+    row = next(row for row in FAMILIES if row.title == family and row.kind != "timm")
+    model = row.build()
+    upcycle(row.part_of(model), [1], K, B)
+    model.save_pretrained(tmp_path)
+    known = type(transformers.activations.ACT2FN)
+    find = known.__getitem__
+
+    def as_elsewhere(names, name: str):
+        if "unifmoe_dist" in name:
+            raise KeyError(name)
+        return find(names, name)
+
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(KeyError, match=r"unifmoe_dist.enable_from_pretrained\(\) first"),
+    ):
+        patch.setattr(known, "__getitem__", as_elsewhere)
+        type(model).from_pretrained(tmp_path)
+    assert len(moe_layers(type(model).from_pretrained(tmp_path))) == 1
+
+
+@pytest.mark.parametrize("change", [{"ffns": None}, {"part": "decoder"}])
+def test_notes_that_do_not_fit_the_folder_are_refused(change, tmp_path):
+    model = tiny_t5()
+    upcycle(model.encoder, [1], K, B)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    if "ffns" in change:
+        change = {"ffns": {"nowhere.1": ["wi_0", "act", "wi_1", "wo"]}}
+    config["unif_moe"][0].update(change)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        UserError, match="has (the layer of experts encoder|no weights for the layer of experts decoder)"
+    ):
         type(model).from_pretrained(tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.support.small_models import TEXT, WIDTH, B, K, build, inputs, logits
 from unifmoe_dist import upcycle
@@ -68,6 +68,54 @@ def test_forms_of_attention_masks():
 
     flex = create_block_mask(lambda b, h, q, kv: real[b, kv], 2, None, 3, 3, device="cpu", BLOCK_SIZE=128)
     assert torch.equal(token_mask_from_attention(flex, 2, 3), real)
+
+
+@pytest.mark.parametrize("spare", [0, 3])
+@pytest.mark.parametrize("past", [0, 2])
+def test_causal_masks_with_keys_from_a_cache(past: int, spare: int):
+    """Four queries behind `past` keys of a cache, before `spare` places for keys to come; padded left and right."""
+    real = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [1, 1, 0, 0]]).bool()
+    cached = torch.tensor([[0, 0], [1, 1], [1, 1]])[:, :past].bool()
+    keys = torch.cat([cached, real, torch.ones(3, spare).bool()], dim=1)
+    place, query = torch.arange(keys.shape[1]), torch.arange(4)[:, None] + past
+    causal = keys[:, None, None] & (place <= query)
+    sliding = causal & (place > query - 2)
+    additive = torch.zeros(3, 1, 4, keys.shape[1]).masked_fill(~causal, torch.finfo(torch.float32).min)
+    for mask in (causal, sliding, additive, causal.expand(3, 2, 4, -1), causal[:, 0], keys[:, : past + 4]):
+        assert torch.equal(token_mask_from_attention(mask, 3, 4), real)
+    assert token_mask_from_attention(causal[:, :, :1], 3, 1) is None  # one token is no padding
+    windows = torch.ones(5, 4, 4)  # Swin's: as many masks as windows, not as sequences
+    assert token_mask_from_attention(windows, 15, 4) is None
+
+
+def test_an_ffn_before_attention_gets_no_mask():
+    """What attention noted would be of the batch before."""
+
+    class Block(nn.Module):
+        def __init__(self, attention_first: bool) -> None:
+            super().__init__()
+            self.ffn = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+            if attention_first:
+                del self.ffn
+            self.attention = SelfAttention()
+            if attention_first:
+                self.ffn = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.ffn(self.attention(x, mask))
+
+    class SelfAttention(nn.Module):
+        def forward(self, states: Tensor, attn_mask: Tensor) -> Tensor:
+            return states
+
+    mask = torch.tensor([[1, 1, 0]])
+    for first, tokens in ((True, 2), (False, 3)):
+        model = upcycle(nn.Sequential(Block(first)), [0], K, B)
+        model[0](torch.randn(1, 3, 32), mask)
+        (layer,) = moe_layers(model).values()
+        assert int(layer.usage.totals[0]) == tokens
+        model[0](torch.randn(1, 3, 32), mask)
+        assert int(layer.usage.totals[0]) == 2 * tokens
 
 
 def test_decoding_with_a_cache_equals_decoding_without():

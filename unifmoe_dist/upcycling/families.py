@@ -1,4 +1,4 @@
-"""The supported model families. Adding one is one line here, plus an adapter where none of these fits."""
+"""Families with an adapter of their own, and the choice of an adapter for a model; other models' FFNs are found."""
 
 from __future__ import annotations
 

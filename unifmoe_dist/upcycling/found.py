@@ -19,6 +19,7 @@ from unifmoe_dist.upcycling.token_mask import TokenMaskBridge
 _log = logging.getLogger(__name__)
 _ATTENTION = re.compile(r"^(?!.*Block).*(Attention|Attn|XCA)\d*$")
 _MIXTURE = re.compile(r"(Experts|MoE|Moe|MoeBlock|MoEBlock|SparseMLP)$")
+_CONVOLVED = re.compile(r"(?i)(mlp|ffn|feedforward)$")
 _BESIDE_ATTENTION = (
     Parts(("fc1",), "fc2", "activation_fn", ordered=True),
     Parts(("intermediate.dense",), "output.dense", "intermediate.intermediate_act_fn", ordered=True),
@@ -110,7 +111,7 @@ def find_ffns(model: nn.Module) -> FoundFFNs | None:
             closed += (f"{place}.",)  # named by the user, outside of a stack
             continue
         if reason := _REFUSED.get(kind):
-            raise UserError(f"{type(model).__name__} cannot be upcycled: {reason} ({place or 'it'} is a {kind}).")
+            raise UserError(f"{type(model).__name__} cannot be upcycled: {reason} ({place or 'it'}, of class {kind}).")
         if _ATTENTION.search(kind):
             closed += (f"{place}.",)
         elif parts := _ffn_of(module) if re.search(r"\d", place) else None:
@@ -118,7 +119,12 @@ def find_ffns(model: nn.Module) -> FoundFFNs | None:
             closed += (f"{place}.",)
         elif _MIXTURE.search(kind) and place:
             raise UserError(
-                f"{type(model).__name__} already is a mixture of experts ({place} is a {kind}); upcycle a dense model."
+                f"{type(model).__name__} already is a mixture of experts ({place}, of class {kind}); take a dense one."
+            )
+        elif _CONVOLVED.search(kind) and any(isinstance(part, nn.Conv2d) for part in module.children()):
+            raise UserError(
+                f"{type(model).__name__} cannot be upcycled: its FFNs are convolutions, as {place}, a {kind}, and "
+                "experts are linear maps; where the model offers linear ones instead, take those."
             )
     stacks = list(dict.fromkeys(re.split(r"(?:^|\.)\d+(?:\.|$)", place)[0].rpartition(".")[0] for place in ffns))
     if len(stacks) > 1:

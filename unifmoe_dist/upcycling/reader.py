@@ -60,13 +60,17 @@ class Parts:
 
     @classmethod
     def of(cls, module: nn.Module) -> Parts | None:
-        """The parts of a module whose own projections have the shapes of an FFN, at least as wide as the token."""
+        """The parts of a module whose own projections have the shapes of an FFN, at least as wide as the token.
+
+        Of two, the first reads the token; of three, the one whose shape is another's reversed writes it.
+        """
         sizes = {name: size for name, part in module.named_children() if (size := size_of(part)) is not None}
         for down, (hidden, dim) in reversed(sizes.items()):
             inputs = tuple(name for name in sizes if name != down)
             separate = len(inputs) in (1, 2) and {sizes[name] for name in inputs} == {(dim, hidden)}
             packed = len(inputs) == 1 and sizes[inputs[0]] == (dim, 2 * hidden)
-            if hidden >= dim and (separate or packed):
+            first = len(inputs) == 2 or next(iter(sizes)) in inputs
+            if hidden >= dim and first and (separate or packed):
                 return cls(inputs, down)
         return None
 
@@ -190,9 +194,10 @@ def _linear(part: Any, rows: slice | None = None) -> Any:
     rows = rows or slice(None)
     weight = (part.weight.detach().T if kind_of(part) == CONV1D else part.weight.detach())[rows]
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta").train(part.training)
-    linear.weight = nn.Parameter(weight, requires_grad=part.weight.requires_grad)
+    own = linear._parameters  # set there, a parameter is left alone by Transformers, which may send new ones to meta
+    own["weight"] = nn.Parameter(weight, requires_grad=part.weight.requires_grad)
     if part.bias is not None:
-        linear.bias = nn.Parameter(part.bias.detach()[rows], requires_grad=part.bias.requires_grad)
+        own["bias"] = nn.Parameter(part.bias.detach()[rows], requires_grad=part.bias.requires_grad)
     return linear
 
 

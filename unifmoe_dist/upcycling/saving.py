@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import warnings
 from collections import OrderedDict
 from functools import wraps
 from typing import Any
@@ -96,7 +97,7 @@ def _rebuild(model: nn.Module) -> None:
         kept = [index for index in note["layers"] if index < len(blocks)]
         missing = [index for index in kept if not moe_layers(blocks[index])]
         if missing:
-            convert(part[1], missing, layer_maker(**saved_arguments(note)))
+            _restore(part[1], missing, note)
             if not note.get("flat_biases"):  # from_pretrained compares shapes, and the files have the older ones
                 for index in missing:
                     for layer in moe_layers(blocks[index]).values():
@@ -112,7 +113,13 @@ def _rebuild_named(model: nn.Module, note: dict[str, Any]) -> None:
         if found and not moe_layers(found[1]):
             ffns[found[0]] = names
     if ffns:
-        convert(model, None, layer_maker(**saved_arguments(note)), ffns=ffns)
+        _restore(model, None, note, ffns)
+
+
+def _restore(model: nn.Module, layers: list[int] | None, note: dict[str, Any], ffns: Any = None) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Dropout .* is left out")  # was said when the model was upcycled
+        convert(model, layers, layer_maker(**saved_arguments(note)), ffns=ffns)
 
 
 def _resolve(model: nn.Module, place: str) -> tuple[str, nn.Module] | None:

@@ -138,6 +138,7 @@ class _GroupedBlockFFN(torch.autograd.Function):
         for chunk in ctx.chunks:
             x_R = x.index_select(0, chunk.tokens)
             pre = [_pre(x_R, *projection, chunk) for projection in projections]
+            del x_R  # its memory serves what follows
             hidden = FUNCTIONS[activation](pre[0])
             for linear in pre[1:]:
                 hidden = hidden * linear

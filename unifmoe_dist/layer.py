@@ -69,7 +69,8 @@ class UniFMoELayer(ExpertLayer[UniFMoEConfig]):
             limit = self.config.capacity_factor if self.training else None  # a token alone decides in evaluation
             routing = limit_load(self._route(x, token_mask, shared), limit)
             self.usage.update(routing)
-            _note_first_pass(self)
+            if not torch.compiler.is_compiling():
+                _note_first_pass(self)
         dropout = self._draw_dropout(x)
         if self.dispatcher.local:
             return self.experts(

@@ -87,6 +87,19 @@ class Routing:
         object.__setattr__(routing, "by_products", made)  # no argument of __init__, so that `replace` drops it
         return routing
 
+    def masked(self, token_mask_N: Tensor) -> Routing:
+        """This decision, in which tokens that are false in the mask use nothing."""
+        real_N1 = token_mask_N[:, None]
+        return replace(
+            self,
+            shared_demand=torch.where(token_mask_N, self.shared_demand, 0),
+            shared_blocks=self.shared_blocks & real_N1,
+            affinity=torch.where(real_N1, self.affinity, 0),
+            gates=torch.where(real_N1, self.gates, 0),
+            shared_block_count=self.shared_block_count * token_mask_N,
+            expert_count=self.expert_count * token_mask_N,
+        )
+
     @property
     def block_compute(self) -> Tensor:
         """(N,) int64, C_B = b + k (B - b): blocks executed per token."""

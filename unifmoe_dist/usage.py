@@ -65,6 +65,13 @@ def uncounted() -> bool:
     return recomputing() or in_transform()
 
 
+@torch.library.custom_op("unifmoe::count", mutates_args=("totals",))
+def _add_unless_repeated(totals: Tensor, sums: Tensor) -> None:
+    """totals += sums where this forward pass is not repeated for a backward pass."""
+    if not recomputing():
+        totals.add_(sums)
+
+
 def _tracing(tensor: Tensor) -> bool:
     """Whether only shapes are known: torch.export, a FakeTensorMode, the meta device."""
     fake = sys.modules.get("torch._subclasses.fake_tensor")  # no fake tensor without it
@@ -82,14 +89,28 @@ class Usage:
         self.totals: Tensor | None = None
         self.num_experts = 0
 
-    @not_compiled
     @torch.no_grad()
     def update(self, routing: Routing) -> None:
         """Count the tokens of one routing decision; masked ones, which share no block, are left out."""
+        if torch.compiler.is_compiling():
+            if not torch.compiler.is_exporting():
+                self._update_in_graph(self._sums(routing), routing.gates.shape[1])
+        else:
+            self._update(routing)
+
+    def _update_in_graph(self, sums: Tensor, num_experts: int) -> None:
+        """As `_add`, in what torch.compile traces; whether the pass is a repeated one is seen when it runs."""
+        if self.totals is None or self.totals.device != sums.device:
+            self.totals = torch.zeros_like(sums) if self.totals is None else self.totals.to(sums.device)
+        self.num_experts = num_experts
+        _add_unless_repeated(self.totals, sums)
+
+    @not_compiled
+    def _update(self, routing: Routing) -> None:
         if uncounted() or _tracing(routing.gates):
             return
-        by_products = routing.by_products
-        self._add(self._sums(routing) if by_products is None else by_products.statistics, routing.gates.shape[1])
+        made = routing.by_products
+        self._add(self._sums(routing) if made is None else made.statistics, routing.gates.shape[1])
 
     @not_compiled
     @torch.no_grad()
@@ -114,6 +135,8 @@ class Usage:
                 self.totals = torch.zeros_like(totals)
             elif self.totals.device != totals.device:
                 self.totals = self.totals.to(totals.device)
+            elif self.totals.is_inference():  # made by a compiled evaluation
+                self.totals = self.totals.clone()
             self.totals.add_(totals)
 
     @staticmethod

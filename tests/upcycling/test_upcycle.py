@@ -155,7 +155,7 @@ def test_torch_compile(family: str):
 
     expected = [run(body, batch) for batch in batches]
     torch._dynamo.reset()
-    compiled = torch.compile(body, backend="eager")
+    compiled = torch.compile(body, fullgraph=True, backend="eager")
     for turn in (0, 1, 0):
         assert_same(run(compiled, batches[turn]), expected[turn], rtol=1e-3, atol=1e-4)
 

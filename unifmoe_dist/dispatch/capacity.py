@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from unifmoe_dist.eager import not_compiled
 from unifmoe_dist.routing import Routing
 
 
-@not_compiled
 def limit_load(routing: Routing, capacity_factor: float | None) -> Routing:
     """Drop the weakest (token, expert) assignments of experts that have too many.
 

@@ -64,6 +64,10 @@ def block_ffn(
 
     Transforms of torch.func take the definition itself.
     """
+    if _in_graph():
+        from unifmoe_dist.kernels import operators
+
+        return operators.block_ffn(x_ND, gates_NE, blocks_NB, weights, dropout=dropout)
     if _triton_for(x_ND, weights, dropout):
         from unifmoe_dist.kernels.triton.ffn import TritonOptions, triton_block_ffn
 
@@ -81,29 +85,39 @@ def shared_and_residual_ffn(
 
     To `dropout` the shared expert is number 0, and the residual ones follow.
     """
+    coefficients_NE, blocks_NB = routing.coefficients(), routing.shared_blocks
+    if _in_graph():
+        from unifmoe_dist.kernels import operators
+
+        return operators.block_ffn(x_ND, coefficients_NE, blocks_NB, residual, shared, dropout)
+    offsets = None if routing.by_products is None else routing.by_products.group_offsets
+    return both_ffns(x_ND, coefficients_NE, blocks_NB, shared, residual, dropout, offsets)
+
+
+def both_ffns(
+    x_ND: Tensor,
+    coefficients_NE: Tensor,
+    blocks_NB: Tensor,
+    shared: ExpertWeights,
+    residual: ExpertWeights,
+    dropout: HiddenDropout | None = None,
+    offsets: Any = None,
+) -> Tensor:
+    """As `shared_and_residual_ffn`; coefficients (N, K + 1) are alpha and the gates, `offsets` is Triton's own."""
     if _triton_for(x_ND, residual, dropout):
         from unifmoe_dist.kernels.triton.ffn import TritonOptions, triton_block_ffn
 
+        options = TritonOptions(**_options)
         with profile_range("residual_experts"):  # and the shared one
-            made = routing.by_products
-            return triton_block_ffn(
-                x_ND,
-                routing.coefficients(),
-                routing.shared_blocks,
-                residual,
-                shared,
-                TritonOptions(**_options),
-                None if made is None else made.group_offsets,
-                dropout,
-            )
+            return triton_block_ffn(x_ND, coefficients_NE, blocks_NB, residual, shared, options, offsets, dropout)
     if _few_rows(x_ND, dropout, shared, residual):
         with profile_range("residual_experts"):  # and the shared one
-            return few_rows.few_rows_ffn(x_ND, routing.coefficients(), routing.shared_blocks, residual, shared)
+            return few_rows.few_rows_ffn(x_ND, coefficients_NE, blocks_NB, residual, shared)
     with profile_range("shared_experts"):
-        shared_output = block_ffn(x_ND, routing.shared_demand[:, None], routing.shared_blocks, shared, dropout)
+        shared_output = block_ffn(x_ND, coefficients_NE[:, :1], blocks_NB, shared, dropout)
     with profile_range("residual_experts"):
         rest = None if dropout is None else dropout.of_experts(1)
-        residual_output = block_ffn(x_ND, routing.gates, ~routing.shared_blocks, residual, rest)
+        residual_output = block_ffn(x_ND, coefficients_NE[:, 1:], ~blocks_NB, residual, rest)
     with profile_range("combine"):
         return shared_output + residual_output
 
@@ -113,21 +127,27 @@ def route_tokens(x_ND: Tensor, router: Router, shared: BlockExperts, token_mask_
 
     `token_mask_N` (N,) bool, only where `masks_in_place` holds: a false token uses nothing and its row is all zeros.
     """
-    if _triton_routes(x_ND, router, shared.num_blocks):
-        from unifmoe_dist.kernels.triton.routing import triton_route
+    if not torch.compiler.is_compiling():  # who compiles fuses the definition by itself
+        if _triton_routes(x_ND, router, shared.num_blocks):
+            from unifmoe_dist.kernels.triton.routing import triton_route
 
-        with torch.autocast(x_ND.device.type, enabled=False):
-            return triton_route(x_ND, router.weight, shared.activated_keys[0], shared.num_blocks, token_mask_N)
-    assert token_mask_N is None
-    usual = _choice == "auto" and router.policies == RouterPolicies()
-    if usual and few_rows.takes(x_ND, shared.training, router.weight, shared.activated_keys):
-        return few_rows.route_few(x_ND, router, shared)
-    return router.decide(x_ND, shared.prototypes()[0])
+            with torch.autocast(x_ND.device.type, enabled=False):
+                return triton_route(x_ND, router.weight, shared.activated_keys[0], shared.num_blocks, token_mask_N)
+        usual = _choice == "auto" and router.policies == RouterPolicies()
+        if usual and few_rows.takes(x_ND, shared.training, router.weight, shared.activated_keys):
+            return few_rows.route_few(x_ND, router, shared)
+    routing = router.decide(x_ND, shared.prototypes()[0])
+    return routing if token_mask_N is None else routing.masked(token_mask_N)
+
+
+def _in_graph() -> bool:
+    """Whether a tracer should see an operator; the definition it can follow itself."""
+    return torch.compiler.is_compiling() and _choice != "reference"
 
 
 def masks_in_place(x_ND: Tensor, router: Router, num_blocks: int) -> bool:
     """Whether routing takes a token mask, so that no row has to move and the host need not know how many there are."""
-    return _triton_routes(x_ND, router, num_blocks)
+    return torch.compiler.is_compiling() or _triton_routes(x_ND, router, num_blocks)
 
 
 def _wants_triton(x: Tensor) -> bool:

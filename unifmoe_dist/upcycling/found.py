@@ -13,7 +13,7 @@ from torch import nn
 from unifmoe_dist.errors import UserError, listed
 from unifmoe_dist.expert_layer import ExpertLayer
 from unifmoe_dist.upcycling.dense_ffn import DenseFFN
-from unifmoe_dist.upcycling.reader import Parts, outputs, read_ffn
+from unifmoe_dist.upcycling.reader import Parts, attribute, outputs, read_ffn
 from unifmoe_dist.upcycling.token_mask import TokenMaskBridge
 
 _log = logging.getLogger(__name__)
@@ -143,11 +143,8 @@ def _ffn_of(module: nn.Module) -> Parts | None:
     if not _holds_attention(module):
         return Parts.of(module)
     for parts in _BESIDE_ATTENTION:
-        try:
-            module.get_submodule(parts.down)
-            return parts if module.get_submodule(parts.inputs[0]) else None
-        except AttributeError:
-            continue
+        if all(attribute(module, name) is not None for name in (*parts.projections, str(parts.activation))):
+            return parts
     return None
 
 

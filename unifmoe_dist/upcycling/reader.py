@@ -13,6 +13,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -62,9 +63,15 @@ class Parts:
     def of(cls, module: nn.Module) -> Parts | None:
         """The parts of a module whose own projections have the shapes of an FFN, at least as wide as the token.
 
-        Of two, the first reads the token; of three, the one whose shape is another's reversed writes it.
+        Of two, the first reads the token; of three, the one whose shape is another's reversed writes it. A module that
+        also holds what is neither projection nor norm is more than an FFN.
         """
         sizes = {name: size for name, part in module.named_children() if (size := size_of(part)) is not None}
+        others = (part for name, part in module.named_children() if name not in sizes)
+        if any(
+            "norm" not in type(part).__name__.lower() and next(part.parameters(), None) is not None for part in others
+        ):
+            return None
         for down, (hidden, dim) in reversed(sizes.items()):
             inputs = tuple(name for name in sizes if name != down)
             separate = len(inputs) in (1, 2) and {sizes[name] for name in inputs} == {(dim, hidden)}
@@ -81,6 +88,11 @@ def size_of(part: Any) -> tuple[int, int] | None:
         return part.weight.shape[0], part.nf
     inside, outside = getattr(part, "in_features", None), getattr(part, "out_features", None)
     return (inside, outside) if isinstance(inside, int) and isinstance(outside, int) else None
+
+
+def attribute(module: Any, name: str) -> Any:
+    """What a name with dots leads to from a module; None where there is nothing."""
+    return reduce(lambda part, step: getattr(part, step, None), name.split("."), module)
 
 
 def read_ffn(module: Any, place: str, parts: Parts, alone: bool = True) -> DenseFFN:
@@ -150,9 +162,7 @@ def _readings(module: Any, place: str, parts: Parts) -> Iterator[DenseFFN]:
 
 
 def _part(module: Any, place: str, name: str) -> Any:
-    part = module
-    for step in name.split("."):
-        part = getattr(part, step, None)
+    part = attribute(module, name)
     if size_of(part) is None:
         found = ", ".join(name for name, _ in module.named_children()) or "nothing"
         kind = "absent" if part is None else f"a {type(part).__name__}"
@@ -163,9 +173,7 @@ def _part(module: Any, place: str, name: str) -> Any:
 def _activations(module: Any, named: str | None) -> list[str]:
     """Names of the activations that a module may have: its own, or where none is seen, all."""
     if named is not None:
-        own = module
-        for step in named.split("."):
-            own = getattr(own, step, None)
+        own = attribute(module, named)
         return [activation_name(own)] if own is not None or named not in ACTIVATIONS else [named]
     attributes = {**vars(module), **dict(module.named_children())}
     for name, value in attributes.items():

@@ -73,28 +73,30 @@ class TokenMaskBridge:
 
     def __init__(self) -> None:
         self.pending = threading.local()
-        self.arguments: tuple[str, ...] = ("hidden_states", "attention_mask")
+        self.hidden, self.mask, self.place = "hidden_states", "attention_mask", 1
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"arguments": self.arguments}
+        return {"hidden": self.hidden, "mask": self.mask, "place": self.place}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(TokenMaskBridge().__dict__, **state)
+        self.__init__()  # type: ignore[misc]
+        self.__dict__.update(state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenMaskBridge:
         return self
 
     def attach(self, attention: nn.Module, layer: nn.Module) -> None:
         """Connect the self-attention and the UniF-MoE layer of one block."""
-        self.arguments = tuple(signature(attention.forward).parameters)
+        names = list(signature(attention.forward).parameters)
+        self.hidden, self.mask = names[0], next((name for name in names if name in _MASKS), "attention_mask")
+        self.place = names.index(self.mask) if self.mask in names else len(names)
         attention.register_forward_pre_hook(self.note, with_kwargs=True)
         layer.register_forward_pre_hook(self.hand_over, with_kwargs=True)
 
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hook on `attention(hidden_states (B, T, d), attention_mask, ...)`, which may have other names and order."""
-        given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
-        hidden = given[self.arguments[0]]
-        mask = next((given[name] for name in _MASKS if name in given), None)
+        hidden = args[0] if args else kwargs[self.hidden]
+        mask = args[self.place] if len(args) > self.place else kwargs.get(self.mask)
         self.pending.mask = token_mask_from_attention(mask, *hidden.shape[:2]) if hidden.dim() == 3 else None
 
     def hand_over(

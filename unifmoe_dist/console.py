@@ -12,6 +12,7 @@ from unifmoe_dist.train.options import name_program
 COMMANDS = {
     "train": "train a model (through the deepspeed launcher where there are several GPUs)",
     "evaluate": "score a saved run",
+    "generate": "text from a saved language model, and what each token used",
     "sweep": "run the experiments of a table",
     "report": "collect a sweep into tables and plots",
     "analyze": "diagnostics, figures and a report of a run",

@@ -26,6 +26,8 @@ class ModelConfig:
         dropout: Dropout throughout the backbone: of embeddings and of the outputs of attention and FFNs.
         hidden_dropout: Dropout of the hidden channels of the MoE layers' experts, after the activation.
         drop_path: Stochastic-depth rate of a vision backbone.
+        train_from: First transformer layer that is trained; embeddings and the layers below stay as they are. null
+            trains everything.
         moe: Which layer replaces the chosen FFNs; none trains the dense model.
         layers: Zero-based indices of the transformer layers to upcycle.
         num_experts: Number K of (residual) experts; dynmoe and mass start with so many.
@@ -52,6 +54,7 @@ class ModelConfig:
     dropout: Rate = 0.0
     hidden_dropout: Rate = 0.0
     drop_path: Rate = 0.0
+    train_from: WholeOrNull = None
     moe: MoEName = "unif"
     layers: Annotated[list[int], A_LIST] = field(default_factory=lambda: [3, 5])
     num_experts: Count = 6

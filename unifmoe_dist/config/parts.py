@@ -49,7 +49,8 @@ class DataConfig:
         workers: Processes per rank that read and transform images ahead of time; 0 does it between steps.
         image_size: Side of DomainBed's images after cropping or resizing, in pixels.
         sequence_length: Tokens of a window of corpus, which is an item.
-        eval_windows: Windows of each domain of corpus that are scored, spread evenly over it; null scores all.
+        eval_windows: Windows of each domain of corpus that are scored, spread evenly over it, and of the held-out one
+            as many as of the others together; null scores all.
     """
 
     task: Annotated[Literal[*TASKS], PlainValidator(_known)] = "digits"  # type: ignore[valid-type]  # read by each parser

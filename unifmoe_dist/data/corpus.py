@@ -48,6 +48,8 @@ class Corpus(Task):
         decoder, rows = self.decoder(config), self._rows(config)
         vocabulary = _check(decoder, rows, length)
         scored = {part: [Windows(row, length, most) for row in rows[part].values()] for part in SCORED}
+        if most is not None and len(rows["test"]) == 1 < len(rows["validation"]):
+            scored["test"] = [Windows(row, length, most * len(rows["validation"])) for row in rows["test"].values()]
         return TaskData(
             name=self.name,
             num_classes=vocabulary,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from unifmoe_dist.runtime.ranks import Ranks
 from unifmoe_dist.train import deepspeed
 from unifmoe_dist.upcycling import moe_layers, upcycle
 from unifmoe_dist.upcycling.convert import layer_class
+from unifmoe_dist.upcycling.families import find_adapter
 
 
 def build_task(config: TrainConfig) -> TaskData:
@@ -37,12 +39,34 @@ def build_model(config: TrainConfig, task: TaskData, ranks: Ranks | None = None)
 
 def convert(config: TrainConfig, model: nn.Module, ranks: Ranks | None = None) -> nn.Module:
     """A dense backbone with what the configuration puts into it, as `build_model` has it; in place where possible."""
+    if config.model.train_from is not None:
+        freeze_before(model, config.model.train_from)
     model = install_layers(config, model, ranks)
     algorithm = ALGORITHMS[config.algorithm.name]
     model = algorithm.adapt(model, algorithm.deployed(config.algorithm))
     if config.parallel.gradient_checkpointing:
         checkpoint_activations(model)
     return model
+
+
+def freeze_before(model: nn.Module, layer: int) -> None:
+    """Train nothing of what comes before a transformer layer: embeddings (and a head tied to them) and lower layers.
+
+    What comes before is what the model lists before, as libraries make modules in the order in which they run.
+
+    Raises:
+        UserError: there is no such layer.
+    """
+    blocks = find_adapter(model).blocks(model)
+    if layer >= len(blocks):
+        raise UserError(f"model.train_from {layer} is no layer of the backbone, which has 0 to {len(blocks) - 1}.")
+    place = next(name for name, module in model.named_modules() if module is blocks[layer])
+    numbered = re.match(r"(.*\b\d+)(\.|$)", place)  # the layer, where the block that is known is the FFN in it
+    prefix = f"{numbered[1] if numbered else place}."
+    for name, parameter in model.named_parameters():
+        if name.startswith(prefix):
+            return
+        parameter.requires_grad_(False)
 
 
 def install_layers(config: TrainConfig, model: nn.Module, ranks: Ranks | None = None) -> nn.Module:

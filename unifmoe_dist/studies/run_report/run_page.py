@@ -151,8 +151,7 @@ def patch_maps(found: RunStudy) -> Iterator[dict[str, Any]]:
 
 def text_maps(found: RunStudy) -> Iterator[dict[str, Any]]:
     """Of every layer, some sentences token by token; and the tokens with the highest and lowest mean C_B."""
-    names = label_names(found.run)
-    titles = [names[item[-1]] for item in found.sample.items(0, SENTENCES)]
+    titles = found.sample.titles(SENTENCES)
     for layer, texts in found.texts.items():
         means = layer_usage.token_means(texts).query("count >= @OFTEN")
         ends = means if len(means) <= 2 * TOKENS_SHOWN else means.iloc[[*range(TOKENS_SHOWN), *range(-TOKENS_SHOWN, 0)]]

@@ -25,6 +25,7 @@ from unifmoe_dist.studies.run_report.method_costs import CostColumn, method_cost
 from unifmoe_dist.studies.run_report.sample import MOST_TOKENS, Masks, Sample, draw_sample, ink_masks, read_masks
 from unifmoe_dist.studies.usage import layer_usage
 from unifmoe_dist.studies.usage.capture import Capture, capture, expert_scores
+from unifmoe_dist.studies.usage.token_strings import token_strings
 from unifmoe_dist.train.batches import TrainBatches
 from unifmoe_dist.train.evaluate import collect_usage, to_device
 from unifmoe_dist.upcycling import moe_layers
@@ -142,7 +143,7 @@ def study(run: LoadedRun, options: StudyOptions, masks: Masks | None = None) -> 
     texts: dict[str, list[layer_usage.TextCompute]] = {}
     if usage and run.is_text:
         tokenizer = run.facts.tokenizer(run.config)
-        strings = [tokenizer.convert_ids_to_tokens(item[0]) for item in sample.items(0, len(sample.places))]
+        strings = [token_strings(tokenizer, item[0]) for item in sample.items(0, len(sample.places))]
         texts = {name: layer_usage.text_compute(captured[name], strings) for name in usage}
     elements = None
     if usage and masks is not None:

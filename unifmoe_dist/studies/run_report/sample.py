@@ -45,6 +45,13 @@ class Sample:
         inputs, labels = self.run.task.collate(self.items(0, count))
         return to_device(inputs, self.run.device, torch.float32), labels
 
+    def titles(self, count: int) -> list[str]:
+        """Of the first items the names of their classes, or of their domains where every token has a label."""
+        if self.run.facts.next_token:
+            return [self.run.task.domains["test"][data] for data, _ in self.places[:count]]
+        names = label_names(self.run)
+        return [names[int(item[-1])] for item in self.items(0, count)]
+
     def batches(self, progress: str) -> Iterator[dict[str, Tensor]]:
         """Model inputs of all items; `progress` names the bar that a terminal shows."""
         size = self.run.config.data.eval_batch_size

@@ -92,16 +92,15 @@ class BlockExperts(Lender):
             self.load(index, *weights)
 
     def weights(self) -> ExpertWeights:
-        key_bias, value_bias, gate_bias = (self.by_expert(getattr(self, name)) for name in BIASES)
         return ExpertWeights(
             self.keys,
             self.values,
-            key_bias,
-            value_bias,
+            self.by_expert(self.key_bias),
+            self.by_expert(self.value_bias),
             self.num_blocks,
             self.activation,
             self.gate_keys,
-            gate_bias,
+            self.by_expert(self.gate_key_bias),
             self.training,
         )
 

@@ -70,6 +70,24 @@ _TOWERS = {
     "vision_config": {**_IMAGE, "projection_dim": WIDTH},
     "projection_dim": WIDTH,
 }
+_SPOKEN = {**_GROUPED, "head_dim": 8, "model_type": "llama"}
+_LLAVA = {
+    "text_config": _SPOKEN,
+    "vision_config": {**_IMAGE, "model_type": "clip_vision_model"},
+    "image_token_id": WORDS - 1,
+    "vision_feature_layer": -1,
+}
+_QWEN_VL = {
+    "text_config": {**_GROUPED, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}},
+    "vision_config": {
+        "depth": DEPTH,
+        "hidden_size": WIDTH,
+        "intermediate_size": HIDDEN,
+        "num_heads": 4,
+        "out_hidden_size": WIDTH,
+        "fullatt_block_indexes": [1],
+    },
+}
 _SPEECH = {
     **{name: _TEXT[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")},
     "conv_dim": (16, 16),
@@ -140,6 +158,12 @@ def _both() -> dict[str, Tensor]:
 
 def _towers() -> dict[str, Tensor]:
     return {"input_ids": torch.randint(3, WORDS, (2, 9)), **pixels()}
+
+
+def _pictured() -> dict[str, Tensor]:
+    ids = torch.randint(3, WORDS - 1, (2, 9))
+    ids[:, :4] = WORDS - 1  # where the picture's four patches go
+    return {"input_ids": ids, **pixels()}
 
 
 def _decoder(title: str, prefix: str = "", options: dict[str, Any] = _GROUPED, **more: Any) -> Family:
@@ -262,6 +286,21 @@ FAMILIES = [
     *_parts("SigLIP", "text and vision", partial(_made, "SiglipModel", "SiglipConfig", _TOWERS), _towers, "text_model"),
     *_parts(
         "SigLIP", "text and vision", partial(_made, "SiglipModel", "SiglipConfig", _TOWERS), _towers, "vision_model"
+    ),
+    *_parts(
+        "LLaVA",
+        "text and vision",
+        partial(_made, "LlavaForConditionalGeneration", "LlavaConfig", _LLAVA),
+        _pictured,
+        "model.language_model",
+        "model.vision_tower",
+    ),
+    *_parts(
+        "Qwen2.5-VL",
+        "text and vision",
+        partial(_made, "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLConfig", _QWEN_VL),
+        words,
+        "model.language_model",
     ),
     _images("ViT", "vit_tiny_patch16_224", **_SIZES, mlp_ratio=2),
     _images("DeiT", "deit_tiny_distilled_patch16_224", **_SIZES, mlp_ratio=2),

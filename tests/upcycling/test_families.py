@@ -100,6 +100,23 @@ def test_a_new_process_reloads_it(family: Family, folder: Path, reloaded):
     assert found[0] == family.layers and found[1] < 1e-4
 
 
+@by_name([family for family in FAMILIES if family.kind == "encoders" or "encoder" in family.part])
+def test_padding_costs_nothing(family: Family):
+    model = moved(upcycled(family, built(family))).eval()
+    inputs = family.inputs()
+    if "input_ids" not in inputs:
+        pytest.skip("Whisper's encoder reads windows of one length")
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[0, 5:] = 0
+    layer = next(iter(moe_layers(model).values()))
+    layer.usage.reset()
+    padded = output(model, {**inputs, "attention_mask": mask})
+    assert int(layer.usage.totals[0]) == int(mask.sum())
+    alone = {name: value[:1, :5] if name == "input_ids" else value[:1] for name, value in inputs.items()}
+    shown = slice(0, 5) if padded.shape[1] == mask.shape[1] else slice(None)
+    torch.testing.assert_close(padded[:1, shown], output(model, alone), rtol=1e-4, atol=1e-4)
+
+
 # -- decoders ---------------------------------------------------------------------------------------------------------
 
 
@@ -130,8 +147,20 @@ def test_decoding_with_a_cache_and_padding_on_the_left(family: Family, cache: st
     assert torch.equal(got[:, 9:], torch.cat(wanted))
     assert int(layer.usage.totals[0]) == int(mask.sum()) + 2 * 4  # padding costs nothing; the last token is not read
 
+    if model.config.tie_word_embeddings:
+        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     places = (mask.cumsum(-1) - 1).clamp_min(0)
     with torch.no_grad():
         padded = model(input_ids=ids, attention_mask=mask, position_ids=places).logits
         torch.testing.assert_close(padded[:1, 4:], model(input_ids=ids[:1, 4:]).logits, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(padded[1:], model(input_ids=ids[1:]).logits, rtol=1e-4, atol=1e-4)
+
+
+@by_name([family for family in FAMILIES if family.kind == "encoders with decoders" and "decoder" in family.part])
+def test_a_decoder_behind_an_encoder_decodes_with_a_cache(family: Family):
+    model = moved(upcycled(family, built(family))).eval()
+    ids = family.inputs()["input_ids"]
+    options = {"max_new_tokens": 6, "do_sample": False, "num_beams": 1}
+    with torch.no_grad():
+        cached, whole = (model.generate(ids, **options, use_cache=cache) for cache in (True, False))
+    assert torch.equal(cached, whole) and cached.shape[1] >= 7

@@ -122,6 +122,39 @@ class OwnAdapter:
         block.squeeze, block.act, block.expand = layer, nn.Identity(), nn.Identity()
 
 
+class Beside(nn.Module):
+    """An FFN whose parts lie beside attention, its activation a function."""
+
+    def __init__(self, functional: bool) -> None:
+        super().__init__()
+        self.self_attention = OwnAttention()
+        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+        if not functional:
+            self.act = torch.relu
+        self.functional = functional
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(self.self_attention(x))
+        return self.down(torch.relu(hidden) if self.functional else self.act(hidden))
+
+
+class OwnAttention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_parts_beside_attention_are_replaced_one_by_one():
+    model = nn.Sequential(Beside(False))
+    upcycle(model, None, K, B, ffns={"0": ("up", "act", "down")})
+    assert list(moe_layers(model)) == ["0.up"] and isinstance(model[0].act, nn.Identity)
+    x = torch.randn(2, 5, WIDTH)
+    torch.testing.assert_close(model(x), model[0].up(x))
+    model = nn.Sequential(Beside(True))
+    with pytest.raises(UserError, match="0, a Beside, holds attention beside its FFN, and the activation is part of"):
+        upcycle(model, None, K, B, ffns={"0": ("up", "relu", "down")})
+    assert isinstance(model[0].up, nn.Linear)
+
+
 def test_an_adapter_is_registered():
     before = list(ADAPTERS)
     with pytest.raises(UserError, match="Own has no name; an adapter has what"):

@@ -66,8 +66,8 @@ class FoundFFNs:
     def read(self, block: Any) -> DenseFFN:
         place = self._place(block)
         ffn = read_ffn(block, place, self.ffns[place], alone=not _holds_attention(block))
-        if ffn.gate is not None and _holds_attention(block):
-            raise UserError(f"{place} holds attention beside its gated FFN; put the FFN into a module of its own.")
+        if _holds_attention(block):
+            _check_replaceable(block, place, self.ffns[place], ffn)
         gated = "gated, " if ffn.gate is not None else ""
         _log.info("%s: an FFN of %s (%s%s)", place, ", ".join(self.ffns[place].projections), gated, ffn.activation)
         return ffn
@@ -77,15 +77,15 @@ class FoundFFNs:
         attention, holder = _attention_before(self.model, place)
         if _holds_attention(block):
             parts = self.ffns[place]
-            self.model.set_submodule(f"{place}.{parts.inputs[0]}", layer)
             for name in (parts.activation, parts.down):
-                self.model.set_submodule(f"{place}.{name}", nn.Identity().train(block.training))
+                _put(self.model, f"{place}.{name}", nn.Identity().train(block.training))
+            _put(self.model, f"{place}.{parts.inputs[0]}", layer)
             if rate := getattr(block, "activation_dropout", 0.0):
                 _warn_of_dropout(place, rate, layer)
                 block.activation_dropout = 0.0
         else:
             kept = _dropouts(block, place, layer)
-            self.model.set_submodule(place, nn.Sequential(layer, *kept).train(block.training) if kept else layer)
+            _put(self.model, place, nn.Sequential(layer, *kept).train(block.training) if kept else layer)
         if attention is not None:
             TokenMaskBridge().attach(attention, layer)
         if hasattr(holder, "chunk_size_feed_forward"):  # chunks would split the layer's statistics
@@ -146,6 +146,22 @@ def _ffn_of(module: nn.Module) -> Parts | None:
         if all(attribute(module, name) is not None for name in (*parts.projections, str(parts.activation))):
             return parts
     return None
+
+
+def _check_replaceable(block: nn.Module, place: str, parts: Parts, ffn: DenseFFN) -> None:
+    """Refuse an FFN beside attention whose parts cannot become a layer and modules that do nothing."""
+    what = "its FFN is gated" if ffn.gate is not None else "the activation is part of its forward"
+    if ffn.gate is not None or attribute(block, str(parts.activation)) is None:
+        raise UserError(
+            f"{place}, a {type(block).__name__}, holds attention beside its FFN, and {what}; put the FFN into a module "
+            "of its own, or write an adapter and give it to `unifmoe_dist.register_adapter`."
+        )
+
+
+def _put(model: nn.Module, place: str, module: nn.Module) -> None:
+    """Set a submodule where there is a module or a function."""
+    parent, _, name = place.rpartition(".")
+    setattr(model.get_submodule(parent), name, module)
 
 
 def _holds_attention(module: nn.Module) -> bool:

@@ -51,7 +51,7 @@ def enable_from_pretrained() -> None:
     @wraps(original)
     def post_init(self: nn.Module) -> None:
         original(self)
-        if getattr(self.config, KEY, None):
+        if _notes(self.config):
             _rebuild(self)
 
     @wraps(save)
@@ -78,7 +78,7 @@ def _rebuild(model: nn.Module) -> None:
         UserError: The model was saved with experts spread over ranks, so its weight file has only a part.
     """
     mark(model.config)  # folders of earlier versions lack the mark
-    for note in getattr(model.config, KEY, None) or []:
+    for note in _notes(model.config):
         if note.get("expert_parallel_size", 1) > 1:
             raise UserError(
                 f"This model was saved with its experts spread over {note['expert_parallel_size']} ranks; "
@@ -149,20 +149,16 @@ def _prepare_saving(model: Any) -> None:
             )
     if not layers or not type(model).__module__.startswith("transformers."):
         return  # a class of somebody's own may well make its layers itself
-    parts = {
-        name: part
-        for name, part in model.named_modules()
-        if name and part.__dict__.get("config") is not None and getattr(part.config, KEY, None)
-    }
+    parts = {name: part for name, part in model.named_modules() if name and _notes(part.__dict__.get("config"))}
     outermost = {id(part.config): name for name, part in reversed(parts.items())}
     for name, part in parts.items():
         if outermost[id(part.config)] != name:
             continue
         if part is model.base_model:
-            adopt(model, getattr(part.config, KEY))
+            adopt(model, _notes(part.config))
         elif part.config is not model.config and not _within(model.base_model, part):
             _adopt_part(model, name, part)
-    noted = [model] if getattr(model.config, KEY, None) else list(parts.values())
+    noted = [model] if _notes(model.config) else list(parts.values())
     inside = {id(module) for part in noted for module in part.modules()}
     for name, layer in layers.items():
         if id(layer) not in inside:
@@ -171,7 +167,7 @@ def _prepare_saving(model: Any) -> None:
 
 def _within(base: nn.Module, part: nn.Module) -> bool:
     """Whether a part is below a base model that tells of the layers itself."""
-    entries = getattr(getattr(base, "config", None), KEY, None) or []
+    entries = _notes(getattr(base, "config", None))
     return any("part" not in entry for entry in entries) and any(m is part for m in base.modules())
 
 
@@ -186,7 +182,7 @@ def _adopt_part(model: Any, name: str, part: Any) -> None:
     if any(inner is part.config for inner in fitting.values()):
         return
     if not fitting and kind == model.config.model_type:  # the parts of BART or T5 share its configuration
-        adopt(model, getattr(part.config, KEY), name.removeprefix(f"{model.base_model_prefix}."))
+        adopt(model, _notes(part.config), name.removeprefix(f"{model.base_model_prefix}."))
         return
     named = [a for a in fitting if a in (last, f"{last}_config", f"{last.removesuffix('_model')}_config")]
     chosen = named or list(fitting)
@@ -246,6 +242,11 @@ def note(model: nn.Module, entry: dict[str, Any], group: ProcessGroup | None) ->
     return True
 
 
+def _notes(config: Any) -> list[dict[str, Any]]:
+    """What a configuration itself tells; some show attributes of their parts' as their own."""
+    return getattr(config, "__dict__", {}).get(KEY) or []
+
+
 def adopt(model: nn.Module, entries: list[dict[str, Any]], part: str | None = None) -> None:
     """Add those entries of a part of the model that tell of layers of which the model's config does not.
 
@@ -256,7 +257,7 @@ def adopt(model: nn.Module, entries: list[dict[str, Any]], part: str | None = No
     """
     if part is not None:
         entries = [{**entry, "part": part} for entry in entries if "part" not in entry]
-    told = {layer for entry in getattr(model.config, KEY, None) or [] for layer in _told(entry)}
+    told = {layer for entry in _notes(model.config) for layer in _told(entry)}
     if new := [entry for entry in entries if not told.intersection(_told(entry))]:
         _extend(model, new)
 
@@ -268,7 +269,7 @@ def _told(entry: dict[str, Any]) -> set[tuple[Any, ...]]:
 def _extend(model: nn.Module, entries: list[dict[str, Any]]) -> None:
     old: Any = model.config
     new = copy.deepcopy(old)
-    setattr(new, KEY, [*(getattr(old, KEY, None) or []), *entries])
+    setattr(new, KEY, [*_notes(old), *entries])
     mark(new)
     module: Any
     for module in model.modules():
@@ -279,7 +280,7 @@ def _extend(model: nn.Module, entries: list[dict[str, Any]]) -> None:
 def without_notes(config: Any) -> Any:
     """A copy of a config as the dense model's: no notes, and the activation by its own name."""
     dense = copy.deepcopy(config)
-    if hasattr(dense, KEY):
+    if KEY in vars(dense):
         delattr(dense, KEY)
         _rename(dense, unmarked)
     return dense

@@ -125,12 +125,14 @@ class OwnAdapter:
 class Beside(nn.Module):
     """An FFN whose parts lie beside attention, its activation a function."""
 
-    def __init__(self, functional: bool) -> None:
+    def __init__(self, functional: bool, normed: bool = False) -> None:
         super().__init__()
         self.self_attention = OwnAttention()
         self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
         if not functional:
             self.act = torch.relu
+        if normed:
+            self.norm = nn.LayerNorm(64)
         self.functional = functional
 
     def forward(self, x: Tensor) -> Tensor:
@@ -153,6 +155,34 @@ def test_parts_beside_attention_are_replaced_one_by_one():
     with pytest.raises(UserError, match="0, a Beside, holds attention beside its FFN, and the activation is part of"):
         upcycle(model, None, K, B, ffns={"0": ("up", "relu", "down")})
     assert isinstance(model[0].up, nn.Linear)
+    with pytest.raises(UserError, match="and a norm of hidden channels, which blocks cannot have"):
+        upcycle(nn.Sequential(Beside(False, normed=True)), None, K, B, ffns={"0": ("up", "act", "down")})
+
+
+class OwnHead(transformers.LlamaPreTrainedModel):
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        self.model, self.score = transformers.LlamaModel(config), nn.Linear(WIDTH, 3)
+        self.post_init()
+
+
+class OwnBody(transformers.BertPreTrainedModel):
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        self.body = transformers.BertModel(config)
+        self.post_init()
+
+
+def test_a_head_of_ones_own_on_a_found_body_reloads(tmp_path):
+    model = moved(upcycle(OwnHead(tiny("Llama").config), [1], K, B))
+    model.save_pretrained(tmp_path)
+    again = OwnHead.from_pretrained(tmp_path)
+    assert list(moe_layers(again)) == ["model.layers.1.mlp"]
+    ids = torch.randint(3, 50, (2, 6))
+    with torch.no_grad():
+        torch.testing.assert_close(again.model(ids)[0], model.model(ids)[0])
+    with pytest.raises(UserError, match="OwnBody wraps a BertModel, its .body; upcycle that one"):
+        upcycle(OwnBody(tiny("BERT").config), [1], K, B)
 
 
 def test_an_adapter_is_registered():

@@ -104,9 +104,10 @@ def wrapped_model(model: nn.Module) -> tuple[str, str] | None:
         return (f"{name}.{deeper[0]}", deeper[1]) if deeper else (name, type(inner).__name__)
     transformers = sys.modules.get("transformers.modeling_utils")
     pretrained = () if transformers is None else transformers.PreTrainedModel
-    theirs = any(base.__module__.startswith("transformers.models.") for base in type(model).mro())
-    if theirs and isinstance(model, pretrained):
-        return None
+    if isinstance(model, pretrained):
+        body: Any = model.base_model
+        if type(model).__module__.startswith("transformers.") or body is not model:
+            return None  # theirs, or somebody's own head on a body
     for name, inner in model.named_modules():
         if name and (match_adapter(inner) or isinstance(inner, pretrained)):
             return name, type(inner).__name__

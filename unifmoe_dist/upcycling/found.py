@@ -150,12 +150,20 @@ def _ffn_of(module: nn.Module) -> Parts | None:
 
 def _check_replaceable(block: nn.Module, place: str, parts: Parts, ffn: DenseFFN) -> None:
     """Refuse an FFN beside attention whose parts cannot become a layer and modules that do nothing."""
-    what = "its FFN is gated" if ffn.gate is not None else "the activation is part of its forward"
-    if ffn.gate is not None or attribute(block, str(parts.activation)) is None:
-        raise UserError(
-            f"{place}, a {type(block).__name__}, holds attention beside its FFN, and {what}; put the FFN into a module "
-            "of its own, or write an adapter and give it to `unifmoe_dist.register_adapter`."
-        )
+    hidden, dim = ffn.down.in_features, ffn.down.out_features
+    norms = [part for part in block.children() if "norm" in type(part).__name__.lower()]
+    if ffn.gate is not None:
+        what = "its FFN is gated"
+    elif attribute(block, str(parts.activation)) is None:
+        what = "the activation is part of its forward"
+    elif hidden != dim and any(p.numel() == hidden for part in norms for p in part.parameters()):
+        what = "a norm of hidden channels, which blocks cannot have"
+    else:
+        return
+    raise UserError(
+        f"{place}, a {type(block).__name__}, holds attention beside its FFN, and {what}; put the FFN into a module of "
+        "its own, or write an adapter and give it to `unifmoe_dist.register_adapter`."
+    )
 
 
 def _put(model: nn.Module, place: str, module: nn.Module) -> None:

@@ -102,6 +102,18 @@ def test_two_ranks_train_alike_and_a_resumed_run_ends_alike(place, run):
     assert ends[0]["validation_score"] == pytest.approx(ends[1]["validation_score"], rel=1e-4)
 
 
+def test_experts_over_two_ranks_give_the_perplexity_of_one(place):
+    more = ("--model.moe", "unif", "--model.layers", "[0,1]", "--model.num_experts", "4", "--steps", "4")
+    for world in (1, 2):
+        output, size = place / f"experts-{world}/run", ("--parallel.expert_parallel_size", str(world))
+        job = run_job(place / f"experts-{world}", world, words(place, output, *more, *size))
+        assert job.statuses == [0] * world and "blocks per token and layer" in job.output, job.output
+    one, two = (json.loads((place / f"experts-{world}/run/summary.json").read_text()) for world in (1, 2))
+    assert one["score"] == pytest.approx(two["score"], rel=1e-3)
+    assert one["mean_block_compute"] == pytest.approx(two["mean_block_compute"], rel=1e-2)
+    assert {*records(place / "experts-2/run", "train")[0]["layers"]} == {"model.layers.0.mlp", "model.layers.1.mlp"}
+
+
 def test_a_stopped_run_goes_on_exactly(place, run):
     job = run_job(place / "cut", 1, words(place, place / "cut/run", "--eval_at_start"), stop_after, 5)
     assert job.statuses == [0] and "saved at step 5" in job.output, job.output

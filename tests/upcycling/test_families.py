@@ -61,6 +61,10 @@ def test_experts_copy_the_ffn_and_train(family: Family, folder: Path):
     model = upcycled(family, copy.deepcopy(dense))
     layers = moe_layers(model)
     assert len(layers) == family.layers and len(moe_layers(family.part_of(model))) == family.layers
+    shapes = upcycled(family, copy.deepcopy(dense).to("meta")).state_dict()
+    assert {name: tensor.shape for name, tensor in shapes.items()} == {
+        name: tensor.shape for name, tensor in model.state_dict().items()
+    }
     forwards = {layer: layer.forward for layer in layers.values()}
     for layer in layers.values():
         layer.forward = lambda x, token_mask=None, layer=layer: dense_ffn(layer, x)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import timm
 import torch
 import transformers
 from torch import Tensor, nn
@@ -90,6 +91,13 @@ def test_activations_compute_what_their_names_say(name: str):
         "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     }
     torch.testing.assert_close(module(x), known[activation_name(module)](x), rtol=1e-5, atol=1e-6)
+
+
+def test_a_vision_transformer_may_have_narrow_ffns():
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=32, depth=2, num_heads=2, mlp_ratio=0.5)
+    up = model.blocks[0].mlp.fc1.weight
+    upcycle(model, [0], K, B)
+    assert torch.equal(model.blocks[0].mlp.ffn_weights(0)[0], up)
 
 
 def test_ffn_without_bias():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import timm
 import torch
 import transformers
 from torch import Tensor, nn
@@ -83,9 +84,25 @@ def test_causal_masks_with_keys_from_a_cache(past: int, spare: int):
     additive = torch.zeros(3, 1, 4, keys.shape[1]).masked_fill(~causal, torch.finfo(torch.float32).min)
     for mask in (causal, sliding, additive, causal.expand(3, 2, 4, -1), causal[:, 0], keys[:, : past + 4]):
         assert torch.equal(token_mask_from_attention(mask, 3, 4), real)
+    seen = causal.clone()
+    seen[:, :, 1, : past + 3] |= keys[:, None, : past + 3]  # a part of an image sees what follows in it
+    assert (token_mask_from_attention(seen, 3, 4) | ~real).all()  # nothing real is lost
+    alone = causal[2:]  # no sequence has a last token: where the queries lie is known all the same, or all are taken
+    assert (token_mask_from_attention(alone, 1, 4) | ~real[2:]).all()
     assert token_mask_from_attention(causal[:, :, :1], 3, 1) is None  # one token is no padding
     windows = torch.ones(5, 4, 4)  # Swin's: as many masks as windows, not as sequences
     assert token_mask_from_attention(windows, 15, 4) is None
+
+
+def test_patches_of_padding_reach_the_layer():
+    """NaFlexViT's, whose images have numbers of patches of their own, behind four registers."""
+    model = timm.create_model("naflexvit_base_patch16_gap", embed_dim=32, depth=2, num_heads=4, mlp_ratio=2).eval()
+    upcycle(model, [1], K, B)
+    (layer,) = moe_layers(model).values()
+    patches, places = torch.randn(2, 6, 16 * 16 * 3), torch.tensor([[y, x] for y in range(2) for x in range(3)])
+    valid = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]]).bool()
+    model({"patches": patches, "patch_coord": places.expand(2, 6, 2), "patch_valid": valid})
+    assert int(layer.usage.totals[0]) == int(valid.sum()) + 2 * model.num_prefix_tokens
 
 
 def test_an_ffn_before_attention_gets_no_mask():

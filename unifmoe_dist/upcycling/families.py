@@ -34,7 +34,8 @@ class TimmViT:
         return model.blocks
 
     def read(self, block: Any) -> DenseFFN:
-        parts = Parts.of(block.mlp)
+        plain = Parts(("fc1",), "fc2", "act", ordered=True)  # of any width
+        parts = plain if type(block.mlp).__name__ == "Mlp" else Parts.of(block.mlp)
         if parts is None:
             raise UserError(f"mlp of a {type(block).__name__} has not the projections of an FFN; {WAY_OUT}")
         return read_ffn(block.mlp, "mlp", parts)

@@ -13,7 +13,7 @@ from torch import nn
 from unifmoe_dist.errors import UserError, listed
 from unifmoe_dist.expert_layer import ExpertLayer
 from unifmoe_dist.upcycling.dense_ffn import DenseFFN
-from unifmoe_dist.upcycling.reader import Parts, attribute, outputs, read_ffn
+from unifmoe_dist.upcycling.reader import Parts, attribute, outputs, read_ffn, size_of
 from unifmoe_dist.upcycling.token_mask import TokenMaskBridge
 
 _log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class FoundFFNs:
                 _warn_of_dropout(place, rate, layer)
                 block.activation_dropout = 0.0
         else:
-            kept = _dropouts(block, place, layer)
+            kept = _dropouts(block, place, self.ffns[place], layer)
             _put(self.model, place, nn.Sequential(layer, *kept).train(block.training) if kept else layer)
         if attention is not None:
             TokenMaskBridge().attach(attention, layer)
@@ -189,10 +189,10 @@ def _attention_before(model: nn.Module, place: str) -> tuple[nn.Module | None, A
     return None, None
 
 
-def _dropouts(module: nn.Module, place: str, layer: Any) -> list[nn.Module]:
+def _dropouts(module: nn.Module, place: str, parts: Parts, layer: Any) -> list[nn.Module]:
     """What drops an FFN's output; a warning where its hidden channels were dropped and the layer's are not."""
-    weight = next(module.parameters())
-    after = outputs(module, weight.new_zeros(1, 1, layer.config.model_dim))[1]
+    first: Any = attribute(module, parts.inputs[0])
+    after = outputs(module, first.weight.new_zeros(1, 1, size_of(first)[0]))[1]  # type: ignore[index]
     for part in module.modules():
         if isinstance(part, nn.Dropout) and part.p and part not in after:
             _warn_of_dropout(place, part.p, layer)

@@ -27,7 +27,7 @@ def token_mask_from_attention(mask: Tensor | BlockMask | None, batch: int, lengt
     """Which tokens of B = batch sequences of T = length are real: those that some query attends to.
 
     `mask` is (B, S) of 1 and 0; (B, T, S) or (B, 1 or heads, T, S), bool or additive; or a flex BlockMask. S > T where
-    there are keys from a cache, or places for keys to come; then the mask is a causal one. Returns (B, T) bool, or None
+    there are keys from a cache, or places for keys to come. Returns (B, T) bool, or None
     where nothing is known to be padding: no mask, or one token, which nothing pads.
     """
     if mask is not None and not isinstance(mask, Tensor):
@@ -46,21 +46,24 @@ def token_mask_from_attention(mask: Tensor | BlockMask | None, batch: int, lengt
         attended = mask > _MASKED if mask.is_floating_point() else mask != 0
         real = attended.flatten(1, -2).any(dim=1)
         if keys > length:
-            real = real.gather(1, _own_keys(attended.flatten(1, -3).any(dim=1) if mask.dim() == 4 else attended))
+            real = _at_own_keys(real, attended.any(dim=1) if mask.dim() == 4 else attended)
     return real.expand(batch, length)
 
 
-def _own_keys(attended: Tensor) -> Tensor:
-    """Columns, (B, T), at which the T queries of a causal mask (B, T, S) have their own keys.
+def _at_own_keys(real: Tensor, attended: Tensor) -> Tensor:
+    """Of keys (B, S), those of the T queries of a mask (B, T, S), which follow each other somewhere among the keys.
 
-    A real token is the last that it attends to itself; padding attends to earlier ones at most.
+    A real token attends to itself, so the first query is at most where the reach of some query ends, less its number;
+    nothing lies behind the last query, so it is at least where the last reach of all ends, less T - 1. Where the two
+    differ (parts that see each other, such as those of an image), all tokens are taken for real.
     """
-    rows, queries, keys = attended.shape
+    queries, keys = attended.shape[1:]
     place = torch.arange(keys, device=attended.device)
     query = torch.arange(queries, device=attended.device)
-    last = torch.where(attended, place, -keys).amax(dim=-1)
-    first = (last - query).amax().clamp(0, keys - queries)
-    return (first + query).expand(rows, queries)
+    reach = torch.where(attended, place, -keys).amax(dim=-1)
+    first, least = (reach - query).amax(), reach.amax() - queries + 1
+    own = (first.clamp(0, keys - queries) + query).expand(len(real), queries)
+    return real.gather(1, own) | (first != least)
 
 
 class TokenMaskBridge:

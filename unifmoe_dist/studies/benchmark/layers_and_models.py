@@ -279,7 +279,7 @@ def run_model(
     flops = float(counter.get_total_flops())
     ffn = find_adapter(dense).read(find_adapter(dense).blocks(dense)[model.layers[0]])
     shape = Shape(model.name, 0, ffn.up.in_features, ffn.up.out_features, model.experts, model.blocks)
-    ffn_flops = 2.0 * len(ffn.projections) * len(_inputs_of(dense, ffn.up, inputs)) * shape.dim * shape.hidden
+    ffn_flops = 2.0 * len(ffn.projections) * len(_inputs_of(dense, ffn.sources[0], inputs)) * shape.dim * shape.hidden
 
     def work(ffns: float) -> float:
         return 1 + len(model.layers) * (ffns - 1) * ffn_flops / flops

@@ -254,6 +254,22 @@ def bart(**options) -> nn.Module:
     return transformers.BartModel(transformers.BartConfig(**sizes, encoder_attention_heads=2, **options))
 
 
+class Dropping(Narrow):
+    """Drops hidden channels by a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = 0.25
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.expand(nn.functional.dropout(self.act(self.squeeze(x)), self.dropout, self.training))
+
+
+def test_dropout_by_a_function_is_told():
+    with pytest.warns(UserWarning, match="Dropout 0.25 on the hidden channels of 0 is left out"):
+        upcycle(nn.Sequential(Dropping()), None, K, B, ffns={"0": NAMES})
+
+
 def test_dropout_on_the_output_is_kept_and_on_hidden_channels_is_the_layers():
     gpt2 = transformers.GPT2Model(transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, n_inner=64, resid_pdrop=0.3))
     starcoder = transformers.Starcoder2Model(transformers.Starcoder2Config(**SMALL, residual_dropout=0.3))

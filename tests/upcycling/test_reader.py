@@ -107,7 +107,7 @@ class Strange(Gated):
         (lambda: Gated(True, True, scale=1.1), "computes something else than an FFN of its one and out: .* by 9%"),
         (lambda: Normed(), r"a Normed, computes .*cannot have its norm \(LayerNorm\); if it is one, name its"),
         (lambda: Residual(True, True), "Residual, cannot be called with tokens alone, .*residual.*register_adapter"),
-        (lambda: Strange(), "activation Mish is not supported"),
+        (lambda: Strange(), "blocks.3.mlp: The FFN's activation Mish is not supported"),
     ],
     ids=["scaled", "norm", "argument", "activation"],
 )

@@ -196,6 +196,9 @@ def _dropouts(module: nn.Module, place: str, parts: Parts, layer: Any) -> list[n
     for part in module.modules():
         if isinstance(part, nn.Dropout) and part.p and part not in after:
             _warn_of_dropout(place, part.p, layer)
+    for name, rate in vars(module).items():  # a function drops
+        if name.endswith("dropout") and name != "residual_dropout" and isinstance(rate, float) and rate:
+            _warn_of_dropout(place, rate, layer)
     rate = getattr(module, "residual_dropout", None)  # Starcoder 2's, a number
     return after if rate is None else [*after, nn.Dropout(rate)]
 

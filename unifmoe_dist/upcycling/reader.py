@@ -156,7 +156,11 @@ def _readings(module: Any, place: str, parts: Parts) -> Iterator[DenseFFN]:
         pairs = [(first, second), (second, first)]
     else:
         pairs = [(None, _linear(inputs[0]))]
-    for activation in _activations(module, parts.activation):
+    try:
+        activations = _activations(module, parts.activation)
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from error
+    for activation in activations:
         for gate, up in pairs:
             yield DenseFFN(up, _linear(down), activation, gate, held_by)
 

@@ -10,7 +10,7 @@ from unifmoe_dist.files import write_text
 from unifmoe_dist.studies.generation.writing import Sampling, Token, Writer, Written
 from unifmoe_dist.studies.templating import environment
 
-STEPS = ((1.0, "34"), (1.5, "36"), (2.0, "32"), (2.5, "33"), (3.0, "35"))
+STEPS = ((1.25, "34"), (1.5, "36"), (1.75, "32"), (2.0, "33"), (2.25, "35"))
 """Upper bounds of C_B / B, and the colour of a terminal's own palette that shows it; beyond them red."""
 
 _MOST = "31"

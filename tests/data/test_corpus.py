@@ -18,7 +18,7 @@ from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.token_loss import cross_entropy, token_losses
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.runtime.ranks import Ranks
-from unifmoe_dist.studies.memory.fake_step import task_of_sizes
+from unifmoe_dist.studies.memory.fake_step import estimate, task_of_sizes
 from unifmoe_dist.train.evaluate import evaluate
 
 
@@ -99,6 +99,10 @@ def test_estimates_see_a_label_for_every_token(folder):
     config = make_config(folder)
     inputs, labels = task_of_sizes(config).collate([0, 1, 2])
     assert inputs["input_ids"].shape == labels.shape == (3, 16) and inputs.keys() == {"input_ids"}
+    weights = sum(parameter.numel() for parameter in task_of_sizes(config).build_model().parameters())
+    found = estimate(config, gpu=False)
+    assert 0 <= found.device["weights"] - 4 * weights < 100  # rotary frequencies; the tied head is no second tensor
+    assert found.parameters == weights
 
 
 # -- loss and perplexity ----------------------------------------------------------------------------------------------

@@ -154,6 +154,12 @@ def sizes_of_algorithm(config: TrainConfig, task: TaskData, ranks: int) -> Algor
 def fake_storage(model: nn.Module) -> None:
     """Give a model of the meta device fake storage on the CPU, inside a `FakeTensorMode`; in place.
 
-    Meta tensors do not do for running it, as parts of it make tensors on the CPU.
+    Meta tensors do not do for running it, as parts of it make tensors on the CPU. Tied weights stay one tensor.
     """
+    places: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        places.setdefault(id(parameter), []).append(name)
     model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
+    for first, *others in places.values():
+        for module, _, own in (name.rpartition(".") for name in others):
+            setattr(model.get_submodule(module), own, model.get_parameter(first))

@@ -91,6 +91,20 @@ def test_the_learning_rate_is_chosen_by_validation_for_each_seed():
     assert (cell(without, "rte", "unif").mean, cell(without, "rte", "unif").done) == (None, 3)
 
 
+def test_of_a_perplexity_the_lowest_is_best(tmp_path):
+    table = {("unif", 1e-4): (30.0, 25.0), ("unif", 2e-4): (28.0, 24.0), ("dense", 1e-4): (29.0, 26.0)}
+    table[("dense", 2e-4)] = (27.0, 27.0)
+    results = [result("corpus", "learned", m, 0, t, lr=lr, validation=v) for (m, lr), (t, v) in table.items()]
+    assert [cell(results, "corpus", method).mean for method in ("unif", "dense")] == [28.0, 29.0]
+    (shown,) = build_tables(results)
+    assert shown.title == "Texts: perplexity by held-out environment"
+    assert "| UniF-MoE | **28.0** |" in markdown(shown) and "| Dense | 29.0 |" in markdown(shown)
+    labels = {axis.get_xlabel() for axis in report_plots._scores(shown).axes if axis.get_visible()}
+    assert labels == {"perplexity"}
+    figure = report_plots._comparison(results, "corpus")
+    assert figure.axes[0].get_ylabel() == "perplexity" and figure.axes[0].get_title() == "Perplexity and computation"
+
+
 def test_averages_over_data_sets_need_every_one():
     results = every("unif", "pacs", lambda e, s: 80.0 + s) + every("unif", "vlcs", lambda e, s: 70.0 + 3 * s)
     cells = [cell(results, task, "unif") for task in ("pacs", "vlcs")]

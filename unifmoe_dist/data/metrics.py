@@ -65,6 +65,11 @@ class Metric:
         return score < than if self.lower_is_better else score > than
 
     @property
+    def axis(self) -> str:
+        """What an axis of scores is called."""
+        return f"score ({self.unit})" if self.unit else self.title
+
+    @property
     def form(self) -> str:
         """How Python formats a score for readers."""
         return f".{self.decimals}{self.unit or 'f'}"

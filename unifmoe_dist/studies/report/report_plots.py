@@ -81,7 +81,7 @@ def _scores(table: Table) -> Figure:
                 axis.errorbar(theirs.mean, y - 0.28, xerr=theirs.deviation, fmt="D", **style)
         axis.set_yticks(range(len(rows)), [row.label for row in rows], fontsize=8)
         axis.set_ylim(-0.7, len(rows) - 0.4)
-        label(axis, "score (%)", "", column)
+        label(axis, table.metric.axis, "", column)
         axis.tick_params(axis="x", labelsize=8)
     several = any(entry.deviation is not None for row in rows for entry in row.entries)
     name = "here: mean and deviation over seeds" if several else "here: 1 seed"
@@ -114,7 +114,7 @@ def _comparison(results: Sequence[Result], task: str) -> Figure:
     axes = [figure.add_subplot(grid[number // 2, 2 + number % 2]) for number in range(small)]
     if ablated:
         _side_by_side(axes[0], results, task, ablated)
-        label(axes[0], "", "score (%)", "UniF-MoE: one decision fixed")
+        label(axes[0], "", find_task(task).metric.axis, "UniF-MoE: one decision fixed")
     for axis, name in zip(axes[bool(ablated) :], studies, strict=True):
         _study(axis, results, task, name, f"UniF-MoE: {STUDIES[name].symbol}")
     limits = [limit for axis in axes for limit in axis.get_ylim()]
@@ -153,7 +153,8 @@ def _accuracy_and_computation(axis: Axes, results: Sequence[Result], task: str, 
     axis.tick_params(axis="x", labelsize=8)
     axis.margins(x=0.1)
     what = "computation per token, in dense FFNs: $C_B / B$ (equal ones side by side)"
-    label(axis, what, "score (%)", "Accuracy and computation")
+    metric = find_task(task).metric
+    label(axis, what, metric.axis, f"{'Accuracy' if metric.unit else metric.title.capitalize()} and computation")
     _label_at_margin(axis, points)
     known = (_FAMILIES[family] for family in dict.fromkeys(find_method(method).family for method in methods))
     handles = [Line2D([], [], marker="o", ls="", color=colour, label=name) for colour, name in known]
@@ -186,7 +187,7 @@ def _study(axis: Axes, results: Sequence[Result], task: str, study: str, title: 
     line = _side_by_side(axis, results, task, {method: f"{value:g}" for method, value in ordered})
     if line:
         axis.plot(*zip(*line, strict=True), color=_FAMILIES["study"][0], lw=1.2, zorder=1)
-    label(axis, STUDIES[study].symbol, "score (%)", title)
+    label(axis, STUDIES[study].symbol, find_task(task).metric.axis, title)
 
 
 def _side_by_side(

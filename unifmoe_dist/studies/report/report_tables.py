@@ -8,6 +8,7 @@ from statistics import fmean
 
 import pandas as pd
 
+from unifmoe_dist.data.metrics import ACCURACY, Metric
 from unifmoe_dist.data.registry import TASKS, find_task
 from unifmoe_dist.methods.registry import METHODS, STUDIES, find_method, in_order
 from unifmoe_dist.studies import paper_numbers as paper
@@ -44,7 +45,7 @@ class Table:
     rows: list[Row]
     notes: list[str]  # sentences below it
     scores: int  # number of columns, from the left, whose best entry is marked
-    lower_is_better: bool = False
+    metric: Metric = ACCURACY  # of the scores
 
 
 def build_tables(results: Sequence[Result]) -> list[Table]:
@@ -157,16 +158,16 @@ def _by_environment(task: str, results: Sequence[Result]) -> Table:
         cells = [cell(results, task, method, environment) for environment in environments]
         rows.append(_row(method, _label(method), cells, cell(results, task, method), 1))
     metric, notes = benchmark.metric, [_SEEDS_NOTE]
-    unit = f" ({metric.unit})" if metric.unit else f", {metric.title}"
-    head, what = "Score", f"score{unit}"
+    head, what = "Score", metric.axis
     if environments:
-        head, what = "Mean", f"by held-out environment{unit}"
+        by = "by held-out environment"
+        head, what = "Mean", f"{by} ({metric.unit})" if metric.unit else f"{metric.title} {by}"
         notes.append("Columns are held-out environments. A seed's mean is taken over them, then mean and deviation.")
         notes += _environment_notes(results, [task])
     name = f"{benchmark.family}-{task}" if benchmark.family else task
     columns = (*environments, head, *COSTS)
     title, marked = f"{benchmark.title}: {what}", len(environments) + 1
-    return Table(name, title, columns, rows, notes, marked, metric.lower_is_better)
+    return Table(name, title, columns, rows, notes, marked, metric)
 
 
 _SEEDS_NOTE = (
@@ -201,7 +202,7 @@ def _label(method: str, results: Sequence[Result] = (), table: str = "") -> str:
 def _mark_best(table: Table) -> None:
     """Mark the best measured score of each column, where there is something to compare."""
     own = [r for r in table.rows if r.source == HERE and (r.method in METHODS or r.method.startswith("unif-"))]
-    best = min if table.lower_is_better else max
+    best = min if table.metric.lower_is_better else max
     for column in range(table.scores):
         shown = [(row, e, round(e.mean, e.decimals)) for row in own if (e := row.entries[column]).mean is not None]
         for row, entry, value in shown if len(shown) > 1 else ():

@@ -60,6 +60,19 @@ def test_the_gate_is_the_projection_under_the_activation(packed, gate_first, mod
     assert torch.equal(torch.get_rng_state(), before) and all(part.training for part in ffn.modules())
 
 
+@pytest.mark.parametrize("zero", ["out", "one"])
+def test_weights_of_zero_do_not_hide_the_order(zero: str):
+    """Some models start with FFNs that give nothing, with which every reading agrees."""
+    for packed in (True, False):
+        ffn = Gated(packed, gate_first=False)
+        nn.init.zeros_(getattr(ffn, zero).weight)
+        nn.init.zeros_(getattr(ffn, zero).bias)
+        gate, up = ffn.halves()
+        found = read(ffn)
+        assert found.gate is not None and found.gate.weight.data_ptr() == gate.data_ptr()
+        assert found.up.weight.data_ptr() == up.data_ptr()
+
+
 def test_without_weights_the_shape_is_read_all_the_same():
     for module in (True, False):
         ffn = Gated(True, False, module).to("meta")

@@ -10,6 +10,7 @@ packed halves, a norm or a scale inside cannot be mistaken.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -111,15 +112,16 @@ def read_ffn(module: Any, place: str, parts: Parts, alone: bool = True) -> Dense
     first = readings[0]
     if not alone or any(unfit(part) or not _whole(part) for part in first.sources):
         return first  # what cannot be copied is refused by `upcycle`, which says why
-    if first.up.weight.is_meta:
-        if len({reading.activation for reading in readings}) == 1:
-            return first  # nothing to copy: the order of gate and up does not matter
-        module = copy.deepcopy(module).to_empty(device="cpu")
+    if first.up.weight.is_meta and len({reading.activation for reading in readings}) == 1:
+        return first  # nothing to copy: the order of gate and up does not matter
+    nearest = [] if first.up.weight.is_meta else _nearest(module, place, parts, readings)
+    if len(nearest) != 1:  # no weights here, or such with which readings agree, as zeros
+        twin, generator = copy.deepcopy(module).to_empty(device="cpu").float(), torch.Generator().manual_seed(0)
         with torch.no_grad():
-            for tensor in module.parameters():
-                tensor.normal_(generator=torch.Generator().manual_seed(0))
-        return readings[_nearest(module, place, parts, list(_readings(module, place, parts)))]
-    return readings[_nearest(module, place, parts, readings)]
+            for tensor in twin.parameters():
+                tensor.normal_(generator=generator)
+        nearest = _nearest(twin, place, parts, list(_readings(twin, place, parts)))
+    return readings[nearest[0]]
 
 
 def outputs(module: nn.Module, x: Tensor) -> tuple[Tensor, list[nn.Module]]:
@@ -217,8 +219,8 @@ def _linear(part: Any, rows: slice | None = None) -> Any:
 
 
 @torch.no_grad()
-def _nearest(module: nn.Module, place: str, parts: Parts, readings: list[DenseFFN]) -> int:
-    """Which reading computes what the module does. Raises UserError where none does."""
+def _nearest(module: nn.Module, place: str, parts: Parts, readings: list[DenseFFN]) -> list[int]:
+    """Which readings compute what the module does, more than one if all alike. Raises UserError where none does."""
     x = _tokens(readings[0])
     try:
         wanted = outputs(module, x)[0].float()
@@ -228,9 +230,9 @@ def _nearest(module: nn.Module, place: str, parts: Parts, readings: list[DenseFF
         ) from error
     scale = wanted.abs().max().clamp_min(1e-30)
     wrong = [float((_compute(reading, x) - wanted).abs().max() / scale) for reading in readings]
-    best = min(range(len(wrong)), key=wrong.__getitem__)
-    if wrong[best] <= (0.003 if x.dtype in (torch.float32, torch.float64) else 0.05):
-        return best
+    best = min(wrong, key=lambda error: (math.isnan(error), error))
+    if best <= (0.003 if x.dtype in (torch.float32, torch.float64) else 0.02):
+        return [index for index, error in enumerate(wrong) if error == best]
     own = {name.partition(".")[0] for name in parts.projections}
     more = [
         f"{name} ({type(part).__name__})"
@@ -240,7 +242,7 @@ def _nearest(module: nn.Module, place: str, parts: Parts, readings: list[DenseFF
     why = f"; blocks of hidden channels cannot have its {listed(more, 'and')}" if more else ""
     raise UserError(
         f"{place}, a {type(module).__name__}, computes something else than an FFN of its "
-        f"{listed(parts.projections, 'and')}: outputs differ by {wrong[best]:.0%}{why}; if it is one, {WAY_OUT}"
+        f"{listed(parts.projections, 'and')}: outputs differ by {best:.0%}{why}; if it is one, {WAY_OUT}"
     )
 
 

@@ -64,6 +64,16 @@ def test_what_tokens_used_is_what_the_full_pass_decides(folder):
     assert re.search(r"^6 tokens in .*\nlayer 1: C_B \d+\.\d\d, k \d.*α 0\.\d\d; most used experts \d", summary([text]))
 
 
+@pytest.mark.parametrize("method, share", [("topk", 2.0), ("emoe", 0.5)])
+def test_other_layers_tell_their_experts(folder, method, share):
+    writer = load_writer(folder.parent / "dense")
+    upcycle(writer.model, [1], num_experts=4, num_blocks=8, method=method)
+    token = writer.write(PROMPT, Sampling(2)).tokens[0]
+    (use,) = token.layers.values()
+    assert len(use.experts) == 2 and token.share == share and use.blocks == 8 * share
+    assert use.demand is None and use.shared == ()
+
+
 def test_characters_of_several_tokens_come_whole(folder):
     writer = load_writer(folder)
     shown = []
@@ -81,7 +91,9 @@ def test_colours_and_the_page(folder, tmp_path):
     page = write_html(tmp_path / "page.html", writer, [text], Sampling(4)).read_text()
     assert page.count('class="t used') == len(text.tokens) - 1 and "<b>" not in page.partition("<article>")[2]
     use = text.tokens[0].layers["layer 1"]
-    assert f"layer 1: {use.blocks} blocks, α {use.demand:.2f}, shared {' '.join(map(str, use.shared))}; experts" in page
+    assert (
+        f"layer 1: {use.blocks:g} blocks, α {use.demand:.2f}, shared {' '.join(map(str, use.shared))}; experts" in page
+    )
     assert "prefers-color-scheme: dark" in page and "<script" not in page and "http" not in page
 
 

@@ -45,7 +45,7 @@ class Sampling:
 class LayerUse:
     """What one token used in one layer."""
 
-    blocks: int  # C_B, executed blocks
+    blocks: float  # C_B, executed blocks
     share: float  # C_B / B: in dense FFNs
     experts: tuple[tuple[int, float], ...]  # (residual) experts, with their gates
     demand: float | None  # alpha; None where nothing is shared
@@ -190,6 +190,7 @@ class _Recorder:
     """Forward pre-hook that routes a layer's tokens once more and notes what each uses."""
 
     blocks: int  # B
+    part: float  # of a dense FFN that one expert is
     seen: list[LayerUse] = field(default_factory=list)
 
     def __call__(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -198,7 +199,7 @@ class _Recorder:
         for row, gates in enumerate(routing.gates.tolist()):
             experts = tuple((number, gate) for number, gate in enumerate(gates) if gate)
             own = () if shared is None else tuple(shared[row].nonzero().flatten().tolist())
-            count = len(own) + len(experts) * (self.blocks - len(own))
+            count = len(own) + self.part * len(experts) * (self.blocks - len(own))
             demand = None if shared is None else float(routing.shared_demand[row])
             self.seen.append(LayerUse(count, count / self.blocks, experts, demand, own))
 
@@ -208,7 +209,13 @@ def recording(model: nn.Module, wanted: bool = True) -> Iterator[dict[str, _Reco
     """Recorders of the model's layers of experts, by names for readers; none where they are not wanted."""
     layers = moe_layers(model) if wanted else {}
     names = layer_names(list(layers))
-    recorders = {names[path]: _Recorder(getattr(layer.config, "num_blocks", 1)) for path, layer in layers.items()}
+    recorders = {}
+    for path, layer in layers.items():
+        config: Any = layer.config
+        part = (
+            getattr(layer, "expert_dim", config.hidden_dim) / config.hidden_dim
+        )  # EMoE's experts are slices of an FFN
+        recorders[names[path]] = _Recorder(config.num_blocks, part)
     hooks = [
         layer.register_forward_pre_hook(recorder, with_kwargs=True)
         for layer, recorder in zip(layers.values(), recorders.values(), strict=True)

@@ -74,6 +74,8 @@ def _check(options: argparse.Namespace, sampled: Sequence[str]) -> None:
         raise UserError(f"--top_k must be at least 1, not {options.top_k}.")
     if options.top_p is not None and not 0 < options.top_p <= 1:
         raise UserError(f"--top_p must be above 0 and at most 1, not {options.top_p:g}.")
+    if options.html is not None and not options.html.parent.is_dir():
+        raise UserError(f"--html {options.html} lies in no folder that exists; make {options.html.parent} first.")
     if options.seed is not None and not sampled:
         raise UserError("--seed decides what is sampled, and greedy decoding samples nothing; give --temperature too.")
 
@@ -83,7 +85,7 @@ def _parser() -> OptionParser:
     parser.add_argument("folder", type=Path, help="folder of the run or of the model")
     parser.add_argument("prompt", nargs="?", help="what the text begins with")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="text file with a prompt on each line")
-    parser.add_argument("--checkpoint", default="best", help="of a run: best, latest or step-N (default: best)")
+    parser.add_argument("--checkpoint", help="of a run: best, latest or step-N (default: best)")
     parser.add_argument("--chat", action="store_true", help="put the tokenizer's chat template around the prompt")
     parser.add_argument("--max_new_tokens", "--max-new-tokens", type=int, default=64, help="at most (default: 64)")
     parser.add_argument("--temperature", type=float, help="divides the logits (default: 1, if another is given)")

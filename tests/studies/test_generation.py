@@ -110,6 +110,8 @@ def test_what_is_refused(folder, tmp_path):
     Encoder(TINY, "none").classifier(2).save_pretrained(tmp_path / "bert")
     with pytest.raises(UserError, match="holds a BertForSequenceClassification, which writes no text"):
         load_writer(tmp_path / "bert")
+    with pytest.raises(UserError, match="has no checkpoints; leave --checkpoint latest out"):
+        load_writer(folder, "latest")
     writer = load_writer(folder)
     with pytest.raises(UserError, match="are more than the 64 positions of upcycled"):
         writer.write(PROMPT, Sampling(63))
@@ -151,6 +153,7 @@ def test_the_command_on_a_run(folder, tmp_path):
         (["nowhere", "x", "--temperature", "0"], "--temperature must be above 0"),
         (["nowhere", "x", "--top_p", "1.5"], "--top_p must be above 0 and at most 1"),
         (["nowhere", "x", "--top_k", "0"], "--top_k must be at least 1"),
+        (["nowhere", "x", "--html", "no/where.html"], "--html no/where.html lies in no folder that exists"),
         (["nowhere", "x", "--seed", "3"], "greedy decoding samples nothing"),
     ],
 )

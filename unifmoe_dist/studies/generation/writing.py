@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unifmoe_dist.data.pretrained import quiet
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.runtime.ranks import seed_everything
@@ -143,8 +144,12 @@ class Writer:
         return Written(stream.tokens, time.perf_counter() - started)
 
 
-def load_writer(folder: Path, name: str = "best") -> Writer:
+def load_writer(folder: Path, name: str | None = None) -> Writer:
     """The language model of a run's checkpoint, or of a folder of `save_pretrained`.
+
+    Args:
+        folder: Of the run or the model.
+        name: Of a run "best" (None), "latest" or "step-N".
 
     Raises:
         UserError: there is no such folder or checkpoint, or the model in it writes no text.
@@ -159,14 +164,17 @@ def load_writer(folder: Path, name: str = "best") -> Writer:
                 "language model."
             )
         config.parallel.gradient_checkpointing = False
-        saved = checkpoint.latest(folder, name)
+        saved = checkpoint.latest(folder, name or "best")
         model: Any = own_model(folder, config)
         checkpoint.load_weights(saved, model)
         tokenizer = task.tokenizer(own_config(folder, config))
     elif (folder / "config.json").is_file():
         from transformers import AutoTokenizer
 
-        model = load_exported(folder)
+        if name is not None:
+            raise UserError(f"{folder} is a saved model and has no checkpoints; leave --checkpoint {name} out.")
+        with quiet():
+            model = load_exported(folder)
         if not (hasattr(model, "can_generate") and model.can_generate()):
             raise UserError(f"{folder} holds a {type(model).__name__}, which writes no text; give a language model's.")
         try:

@@ -50,8 +50,10 @@ def called_by(matches: Callable[[CodeType], bool]) -> bool:
 
 
 def in_transform() -> bool:
-    """Whether a transform of torch.func (grad, vmap, jvp, ...) wraps tensors now.
+    """Whether a transform of torch.func (grad, vmap, jvp, ...) wraps tensors now, or forward-mode AD adds tangents.
 
     They must not outlive it, and functions with a backward pass written by hand do not take them.
     """
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0

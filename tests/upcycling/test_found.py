@@ -72,6 +72,9 @@ def test_ffns_are_named():
         ({"first": ("squeeze", "silu", "expand")}, "first, a Narrow, computes something else"),
         ({"first": ("expand", "act", "squeeze")}, "first, a Narrow, cannot be called with tokens alone"),
         ({"first": ("squeeze", "swoosh", "expand")}, "activation .* is not supported"),
+        ({"first": ("squeeze", "swoosh", "expand")}, "activation swoosh is not supported: it is no part of a Narrow"),
+        ({"first": ("squeeze", "act", "expand", "expand")}, r"first has squeeze \(32, 16\), expand .* fit no FFN"),
+        ({"first": None}, "ffns.* is None; give the names"),
         (["first"], "ffns is .* as in"),
     ],
 )
@@ -80,6 +83,13 @@ def test_names_that_do_not_fit(ffns, words: str):
     with pytest.raises(UserError, match=words):
         upcycle(model, None, K, B, ffns=ffns)
     assert not moe_layers(model)
+
+
+def test_an_ffn_in_two_places_is_refused():
+    model = Own()
+    model.second = model.first
+    with pytest.raises(UserError, match="first is in several places of the model"):
+        upcycle(model, None, K, B, ffns={"first": NAMES})
 
 
 def test_without_layers_and_names_the_layers_are_counted():

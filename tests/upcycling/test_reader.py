@@ -73,6 +73,30 @@ def test_weights_of_zero_do_not_hide_the_order(zero: str):
         assert found.up.weight.data_ptr() == up.data_ptr()
 
 
+def test_weights_of_zero_hide_neither_a_norm_nor_the_activation():
+    for module in (Normed(), Gated(True, False, module=False)):
+        nn.init.zeros_(module.out.weight)
+        if isinstance(module, Normed):
+            with pytest.raises(UserError, match="cannot have its norm"):
+                read(module)
+        else:
+            assert read(module).activation == "gelu"
+
+
+def test_small_weights_in_half_precision():
+    ffn = Gated(True, False).half()
+    with torch.no_grad():
+        for parameter in ffn.parameters():
+            parameter.mul_(1e-4)
+    assert torch.equal(read(ffn).gate.weight, ffn.halves()[0])
+
+
+def test_a_projection_is_not_taken_for_the_activation():
+    ffn = nn.ModuleDict({"expand": nn.Linear(D, H), "contract": nn.Linear(H, D)})
+    ffn.forward = lambda x: ffn["contract"](ffn["expand"](x).relu())
+    assert read_ffn(ffn, "mlp", Parts(("expand",), "contract")).activation == "relu"
+
+
 def test_without_weights_the_shape_is_read_all_the_same():
     for module in (True, False):
         ffn = Gated(True, False, module).to("meta")
@@ -108,6 +132,11 @@ class Residual(Gated):
         return super().forward(x) + residual
 
 
+class InPlace(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(1.5))
+
+
 class Strange(Gated):
     def __init__(self) -> None:
         super().__init__(True, True)
@@ -118,11 +147,13 @@ class Strange(Gated):
     ("module", "words"),
     [
         (lambda: Gated(True, True, scale=1.1), "computes something else than an FFN of its one and out: .* by 9%"),
+        (lambda: Gated(True, True, scale=1.03).bfloat16(), "computes something else .* by 3%"),
+        (lambda: InPlace(True, True), "InPlace, computes something else"),
         (lambda: Normed(), r"a Normed, computes .*cannot have its norm \(LayerNorm\); if it is one, name its"),
         (lambda: Residual(True, True), "Residual, cannot be called with tokens alone, .*residual.*register_adapter"),
         (lambda: Strange(), "blocks.3.mlp: The FFN's activation Mish is not supported"),
     ],
-    ids=["scaled", "norm", "argument", "activation"],
+    ids=["scaled", "scaled in bf16", "in place", "norm", "argument", "activation"],
 )
 def test_what_computes_something_else_is_refused(module, words: str):
     with pytest.raises(UserError, match=words):

@@ -65,6 +65,8 @@ class FoundFFNs:
 
     def read(self, block: Any) -> DenseFFN:
         place = self._place(block)
+        if sum(module is block for _, module in self.model.named_modules(remove_duplicate=False)) > 1:
+            raise UserError(f"{place} is in several places of the model; give each layer an FFN of its own first.")
         ffn = read_ffn(block, place, self.ffns[place], alone=not _holds_attention(block))
         if _holds_attention(block):
             _check_replaceable(block, place, self.ffns[place], ffn)

@@ -52,7 +52,8 @@ class Parts:
     @classmethod
     def named(cls, names: Sequence[str], place: str) -> Parts:
         """(up, act, down) or (gate, act, up, down), as a user writes them. Raises UserError for anything else."""
-        if isinstance(names, str) or not all(isinstance(name, str) for name in names) or len(names) not in (3, 4):
+        several = isinstance(names, (tuple, list)) and len(names) in (3, 4)
+        if not several or not all(isinstance(name, str) for name in names):
             raise UserError(
                 f'ffns[{place!r}] is {names!r}; give the names of its parts, ("up", "act", "down"), or '
                 '("gate", "act", "up", "down") where it is gated.'
@@ -114,14 +115,8 @@ def read_ffn(module: Any, place: str, parts: Parts, alone: bool = True) -> Dense
         return first  # what cannot be copied is refused by `upcycle`, which says why
     if first.up.weight.is_meta and len({reading.activation for reading in readings}) == 1:
         return first  # nothing to copy: the order of gate and up does not matter
-    nearest = [] if first.up.weight.is_meta else _nearest(module, place, parts, readings)
-    if len(nearest) != 1:  # no weights here, or such with which readings agree, as zeros
-        twin, generator = copy.deepcopy(module).to_empty(device="cpu").float(), torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for tensor in twin.parameters():
-                tensor.normal_(generator=generator)
-        nearest = _nearest(twin, place, parts, list(_readings(twin, place, parts)))
-    return readings[nearest[0]]
+    twin = _telling(module, first)
+    return readings[_nearest(twin, place, parts, readings if twin is module else list(_readings(twin, place, parts)))]
 
 
 def outputs(module: nn.Module, x: Tensor) -> tuple[Tensor, list[nn.Module]]:
@@ -148,6 +143,7 @@ def _readings(module: Any, place: str, parts: Parts) -> Iterator[DenseFFN]:
     """What the FFN may be, the likeliest first."""
     *inputs, down = (_part(module, place, name) for name in parts.projections)
     held_by = (*inputs, down)
+    _check_widths(place, parts.projections, inputs, down)
     hidden = size_of(down)[0]  # type: ignore[index]
     pairs: list[tuple[Any, Any]]
     if len(inputs) == 2:
@@ -176,14 +172,30 @@ def _part(module: Any, place: str, name: str) -> Any:
     return part
 
 
+def _check_widths(place: str, names: Sequence[str], inputs: Sequence[Any], down: Any) -> None:
+    hidden, dim = size_of(down) or (0, 0)
+    sizes = [size_of(part) for part in inputs]
+    if any(size != (dim, hidden) for size in sizes) and sizes != [(dim, 2 * hidden)]:
+        widths = listed([f"{name} {size_of(part)}" for name, part in zip(names, (*inputs, down), strict=True)], "and")
+        raise UserError(
+            f"{place} has {widths}, widths read and written, which fit no FFN: what is not the last must read the "
+            "width that the last writes, and write the one that it reads (twice that, where gate and up are packed)."
+        )
+
+
 def _activations(module: Any, named: str | None) -> list[str]:
     """Names of the activations that a module may have: its own, or where none is seen, all."""
     if named is not None:
         own = attribute(module, named)
-        return [activation_name(own)] if own is not None or named not in ACTIVATIONS else [named]
+        if own is None and named not in ACTIVATIONS:
+            raise UserError(
+                f"The FFN's activation {named} is not supported: it is no part of a {type(module).__name__} and not "
+                f"one of {', '.join(sorted(ACTIVATIONS))}."
+            )
+        return [named] if own is None else [activation_name(own)]
     attributes = {**vars(module), **dict(module.named_children())}
     for name, value in attributes.items():
-        if "act" in name and callable(value) and not isinstance(value, nn.Dropout):
+        if "act" in name and callable(value) and not (isinstance(value, nn.Dropout) or size_of(value)):
             return [activation_name(value)]
     seen = [known for value in module.children() if (known := _known(value)) not in (None, "identity")]
     return [str(name) for name in seen] or list(FUNCTIONS)
@@ -219,20 +231,39 @@ def _linear(part: Any, rows: slice | None = None) -> Any:
 
 
 @torch.no_grad()
-def _nearest(module: nn.Module, place: str, parts: Parts, readings: list[DenseFFN]) -> list[int]:
-    """Which readings compute what the module does, more than one if all alike. Raises UserError where none does."""
+def _telling(module: nn.Module, ffn: DenseFFN) -> nn.Module:
+    """The module, or a float32 copy of it where its numbers would tell too little of what it computes.
+
+    Half precision hides a small scale or leak in its rounding. Weights of zeros, with which projections may start, hide
+    everything, and those on the meta device are none: the copy's are random.
+    """
+    weights = [part.weight for part in ffn.projections]
+    blank = weights[0].is_meta or not all(weight.any() for weight in weights)
+    if not blank and all(weight.dtype in (torch.float32, torch.float64) for weight in weights):
+        return module
+    twin = copy.deepcopy(module)
+    twin = twin.to_empty(device="cpu").float() if weights[0].is_meta else twin.float()
+    random = torch.Generator().manual_seed(0)
+    for tensor in twin.parameters() if blank else ():
+        tensor.copy_(torch.randn(tensor.shape, generator=random, device="cpu"))
+    return twin
+
+
+@torch.no_grad()
+def _nearest(module: nn.Module, place: str, parts: Parts, readings: list[DenseFFN]) -> int:
+    """Which reading computes what the module does. Raises UserError where none does."""
     x = _tokens(readings[0])
     try:
-        wanted = outputs(module, x)[0].float()
+        wanted = outputs(module, x.clone())[0].float()  # a module may change its input in place
     except Exception as error:  # whatever a module of somebody else's raises
         raise UserError(
             f"{place}, a {type(module).__name__}, cannot be called with tokens alone, as an FFN is ({error}); {WAY_OUT}"
         ) from error
     scale = wanted.abs().max().clamp_min(1e-30)
     wrong = [float((_compute(reading, x) - wanted).abs().max() / scale) for reading in readings]
-    best = min(wrong, key=lambda error: (math.isnan(error), error))
-    if best <= (0.003 if x.dtype in (torch.float32, torch.float64) else 0.02):
-        return [index for index, error in enumerate(wrong) if error == best]
+    best = min(range(len(wrong)), key=lambda index: (math.isnan(wrong[index]), wrong[index]))
+    if wrong[best] <= 0.003:
+        return best
     own = {name.partition(".")[0] for name in parts.projections}
     more = [
         f"{name} ({type(part).__name__})"
@@ -242,7 +273,7 @@ def _nearest(module: nn.Module, place: str, parts: Parts, readings: list[DenseFF
     why = f"; blocks of hidden channels cannot have its {listed(more, 'and')}" if more else ""
     raise UserError(
         f"{place}, a {type(module).__name__}, computes something else than an FFN of its "
-        f"{listed(parts.projections, 'and')}: outputs differ by {best:.0%}{why}; if it is one, {WAY_OUT}"
+        f"{listed(parts.projections, 'and')}: outputs differ by {wrong[best]:.0%}{why}; if it is one, {WAY_OUT}"
     )
 
 

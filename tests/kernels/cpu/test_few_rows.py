@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
+import subprocess
+import sys
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.layers import make_layer
@@ -172,6 +175,7 @@ def test_without_a_compiler_the_layer_works_as_before(monkeypatch):
 CHANGES = {
     "in place": lambda bank: bank.keys.add_(1.0),
     "behind autograd's back": lambda bank: bank.keys.data.mul_(-1.0),
+    "one row of them": lambda bank: bank.keys.data[0, 20].mul_(-9.0),
     "another tensor": lambda bank: setattr(bank.keys, "data", torch.randn_like(bank.keys)),
     "another parameter": lambda bank: setattr(bank, "keys", torch.nn.Parameter(torch.randn_like(bank.keys))),
     "a state dict": lambda bank: bank.load_state_dict({n: t + 1 for n, t in bank.state_dict().items()}),
@@ -224,6 +228,33 @@ def test_compiled_once_and_kept(monkeypatch, tmp_path):
     assert fresh() is not None
     monkeypatch.setenv("PATH", str(tmp_path))
     assert fresh() is None
+
+
+def test_a_damaged_file_is_compiled_anew(monkeypatch, tmp_path):
+    """Loaded, it would end the process with a bus error."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert library.library.__wrapped__() is not None
+    (made,) = (tmp_path / "unifmoe_dist" / "kernels").iterdir()
+    whole = made.read_bytes()
+    made.unlink()  # this process has it mapped
+    for damaged in (whole[: len(whole) // 2], b""):
+        made.write_bytes(damaged)
+        script = "from unifmoe_dist.kernels.cpu import library; raise SystemExit(library.library() is None)"
+        assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+        assert made.read_bytes() == whole
+        made.unlink()
+
+
+def test_other_default_devices_and_tangents():
+    layer, x = evaluated(16, 24, 3, 4), torch.randn(6, 16)
+    with torch.no_grad():
+        want = layer(x)
+        with torch.device("meta"):
+            assert torch.equal(layer(x), want)
+        _, expected = torch.func.jvp(layer, (x,), (torch.ones_like(x),))
+        with forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+    torch.testing.assert_close(tangent, expected)
 
 
 def test_policies_of_ablations_are_not_overruled():

@@ -18,7 +18,7 @@ from unifmoe_dist.routing import ByProducts, Router, Routing
 
 MOST_TOKENS = 64
 
-_SAMPLED = 4099  # one weight in so many tells whether weights were changed behind autograd's back
+_SAMPLES = 512  # so many weights, about, tell whether any were changed behind autograd's back
 _prototypes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -61,9 +61,9 @@ def route_few(x_ND: Tensor, router: Router, shared: BlockExperts) -> Routing:
     prototypes_BD = kept_prototypes(shared)
     (n, dim), (columns, _), blocks = x_ND.shape, router.weight.shape, shared.num_blocks
     coefficients, affinity = x_ND.new_empty(n, columns), x_ND.new_empty(n, columns - 1)
-    chosen = torch.empty(n, blocks, dtype=torch.bool)
-    block_count, expert_count = torch.empty(2, n, dtype=torch.int64)
-    statistics = torch.empty(5 + columns + blocks, dtype=torch.float64)
+    chosen = x_ND.new_empty(n, blocks, dtype=torch.bool)  # on the CPU, whatever torch's default device is
+    block_count, expert_count = x_ND.new_empty(2, n, dtype=torch.int64)
+    statistics = x_ND.new_empty(5 + columns + blocks, dtype=torch.float64)
     made = (affinity, coefficients, chosen, block_count, expert_count, statistics)
     addresses = (t.data_ptr() for t in made)
     functions = library()
@@ -83,10 +83,7 @@ def few_rows_ffn(
     width, threads = weights.keys.shape[1] // blocks, torch.get_num_threads()
     functions = library()
     assert functions is not None
-    tokens, ends = (
-        torch.empty(n * experts * blocks, dtype=torch.int32),
-        torch.empty(experts * blocks, dtype=torch.int32),
-    )
+    tokens, ends = (x_ND.new_empty(size, dtype=torch.int32) for size in (n * experts * blocks, experts * blocks))
     rows_at = (tokens.data_ptr(), ends.data_ptr())
     gates_at, shared_first = gates_NE.data_ptr(), shared is not None
     rows = functions.plan(gates_at, blocks_NB.data_ptr(), n, experts, blocks, shared_first, *rows_at)
@@ -120,7 +117,7 @@ def kept_prototypes(shared: BlockExperts) -> Tensor:
     a sample of the weights is compared too.
     """
     keys = shared.activated_keys
-    sample = keys.detach().view(-1)[::_SAMPLED]
+    sample = keys.detach().view(-1)[:: keys.numel() // _SAMPLES | 1]  # odd, not to keep to few columns
     state = keys.data_ptr(), 0 if keys.is_inference() else keys._version
     kept = _prototypes.get(keys)
     if kept is None or kept[0] != state or not torch.equal(kept[1], sample):

@@ -28,28 +28,37 @@ def library() -> ctypes.CDLL | None:
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return None
-    digest = hashlib.sha256(f"{platform.machine()} {compiler}".encode() + _SOURCE.read_bytes()).hexdigest()[:16]
+    source = _digest(f"{platform.machine()} {compiler}".encode() + _SOURCE.read_bytes())
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unifmoe_dist" / "kernels"
-        return _loaded(_built(compiler, root / f"few_rows-{digest}.so"))
+        return _loaded(_built(compiler, root, source))
     except (OSError, RuntimeError):  # no home, or none to write to
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                return _loaded(_built(compiler, Path(folder) / "few_rows.so"))
-            except OSError:
-                return None
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                return _loaded(_built(compiler, Path(folder), source))
+        except OSError:
+            return None
 
 
-def _built(compiler: str, path: Path) -> Path:
-    """The library at `path`, compiled unless it is there. Raises OSError where that fails."""
-    if path.exists():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # processes of a job may start together
-        made = Path(folder) / path.name
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _built(compiler: str, root: Path, source: str) -> Path:
+    """The library in a folder, compiled unless it is there. Raises OSError where that fails.
+
+    Its name tells what it was made of and what it holds: a damaged file, once loaded, would end the process.
+    """
+    for path in root.glob(f"few_rows-{source}-*.so"):
+        if path.is_file() and path.stem.endswith(_digest(path.read_bytes())):
+            return path
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=root) as folder:  # processes of a job may start together
+        made = Path(folder) / "few_rows.so"
         command = [compiler, "-O3", "-std=gnu11", "-shared", "-fPIC", str(_SOURCE), "-o", str(made), "-lm"]
         for threads in (["-fopenmp"], []):  # Apple's compiler has no OpenMP
             if subprocess.run([*command, *threads], capture_output=True, check=False).returncode == 0:
+                path = root / f"few_rows-{source}-{_digest(made.read_bytes())}.so"
                 os.replace(made, path)
                 return path
     raise OSError(f"{compiler} does not compile {_SOURCE}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import pytest
 import timm
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_groups_weight_decay
 
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer, upcycle
+from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.methods import MOE_LAYERS, LayerOptions, upcycle_baseline
 from unifmoe_dist.train import checkpoint
 from unifmoe_dist.train.build import parameter_groups
@@ -154,3 +156,11 @@ def test_rows_of_an_expert():
     for parameter in layer.experts.parameters():
         rows = layer.experts.rows(parameter, 1)
         assert (parameter[rows] == 1).all() and parameter.sum() == parameter[rows].numel()
+
+
+def test_a_module_pickled_before_experts_could_be_gated():
+    experts = BlockExperts(2, 8, 16, 4, "gelu", bias=True)
+    del experts._parameters["gate_keys"], experts._parameters["gate_key_bias"]
+    again = pickle.loads(pickle.dumps(experts))
+    assert again.activated_keys is again.keys and again.weights().gate_keys is None
+    assert list(again.state_dict()) == list(experts.state_dict())

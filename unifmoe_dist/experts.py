@@ -86,6 +86,12 @@ class BlockExperts(Lender):
         self.gate_keys = nn.Parameter(torch.empty_like(self.keys)) if gated else None
         self.gate_key_bias = nn.Parameter(torch.empty(num_experts * hidden_dim)) if gated and bias else None
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Modules that were pickled whole before experts could be gated are not."""
+        super().__setstate__(state)
+        for name in ("gate_keys", "gate_key_bias"):
+            self._parameters.setdefault(name, None)
+
     def initialise(self, weights: FFN) -> None:
         """Copy one dense FFN into every expert."""
         for index in range(self.keys.shape[0]):

@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support.families import FAMILIES, PAGES, WORDS, Family, Missing, table, with_table
+from tests.support.ranks import run_ranks
 from tests.support.reload_families import output, save, upcycled
 from tests.support.small_models import moved
+from unifmoe_dist import upcycle
 from unifmoe_dist.kernels.activations import FUNCTIONS
 from unifmoe_dist.upcycling import moe_layers
 
@@ -166,3 +169,26 @@ def test_a_decoder_behind_an_encoder_decodes_with_a_cache(family: Family):
     with torch.no_grad():
         cached, whole = (model.generate(ids, **options, use_cache=cache) for cache in (True, False))
     assert torch.equal(cached, whole) and cached.shape[1] >= 7
+
+
+def spread_equals_whole(rank: int, world: int) -> bool:
+    """Run on every rank: with experts spread over ranks, the same outputs and the same tokens."""
+    for title in ("Llama", "OPT"):
+        dense = built(next(family for family in DECODERS if family.title == title))
+        whole = upcycle(copy.deepcopy(dense), [0, 1], 4, 4, router_seed=3)
+        spread = upcycle(dense, [0, 1], 4, 4, router_seed=3, expert_group=dist.group.WORLD)
+        torch.manual_seed(1)
+        ids = torch.randint(3, WORDS, (2, 9))
+        mask = torch.ones_like(ids)
+        mask[0, :4] = 0
+        batch = {"input_ids": ids, "attention_mask": mask}
+        torch.testing.assert_close(output(spread, batch), output(whole, batch), rtol=1e-4, atol=1e-4)
+        options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+        with torch.no_grad():
+            got, want = (model.generate(**batch, **options) for model in (spread, whole))
+        assert torch.equal(got, want)
+    return True
+
+
+def test_experts_spread_over_ranks():
+    assert run_ranks(2, spread_equals_whole) == [True, True]

@@ -160,7 +160,7 @@ def test_rows_of_an_expert():
 
 def test_a_module_pickled_before_experts_could_be_gated():
     experts = BlockExperts(2, 8, 16, 4, "gelu", bias=True)
-    del experts._parameters["gate_keys"], experts._parameters["gate_key_bias"]
+    del experts.gate_keys, experts.gate_key_bias
     again = pickle.loads(pickle.dumps(experts))
     assert again.activated_keys is again.keys and again.weights().gate_keys is None
     assert list(again.state_dict()) == list(experts.state_dict())

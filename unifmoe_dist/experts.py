@@ -90,7 +90,8 @@ class BlockExperts(Lender):
         """Modules that were pickled whole before experts could be gated are not."""
         super().__setstate__(state)
         for name in ("gate_keys", "gate_key_bias"):
-            self._parameters.setdefault(name, None)
+            if not hasattr(self, name):
+                setattr(self, name, None)
 
     def initialise(self, weights: FFN) -> None:
         """Copy one dense FFN into every expert."""

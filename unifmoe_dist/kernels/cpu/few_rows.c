@@ -23,7 +23,7 @@ typedef float lanes __attribute__((vector_size(64), aligned(4)));
 static inline void prefetch(const float *next, int64_t size, int64_t part, int64_t parts)
 {
     const int64_t share = (size / parts / 16 + 1) * 16, end = (part + 1) * share < size ? (part + 1) * share : size;
-    for (int64_t i = part * share; parts > 1 && i < end; i += 16)
+    for (int64_t i = part * share; i < end; i += 16)
         __builtin_prefetch(next + i, 0, 2); /* into the second cache: the first has what is multiplied now */
 }
 
@@ -154,7 +154,8 @@ void up(const float *x, const int32_t *tokens, const int32_t *ends, int64_t D, i
         const float *add = bias ? of_expert(shared_bias, bias, e, B * M) + b * M : 0;
         for (int64_t m = 0; m < M; m++)
             for (int64_t r = first; r < ends[g]; r++) {
-                prefetch(w + (m + 1) * D, m + 1 < M ? D : 0, r - first, ends[g] - first);
+                if (m + 1 < M && ends[g] - first > 1) /* rows for one token are one stream */
+                    prefetch(w + (m + 1) * D, D, r - first, ends[g] - first);
                 out[r * M + m] = dot(x + tokens[r] * D, w + m * D, D) + (add ? add[m] : 0);
             }
     }

@@ -82,12 +82,16 @@ class Metric:
         """A score as the tables of the documentation have it, with its unit."""
         return f"{self.number(score)} {self.unit}".rstrip()
 
-    def overall(self, rows: Sequence[np.ndarray]) -> float:
-        """The score on several data sets together, of each of which there are the rows of `observe`."""
+    def each(self, rows: Sequence[np.ndarray]) -> list[float]:
+        """The score on each of several data sets, of each of which there are the rows of `observe`; 0 without any."""
+        return [self.compute(*data) if data.size else 0.0 for data in rows]
+
+    def overall(self, rows: Sequence[np.ndarray], each: Sequence[float] | None = None) -> float:
+        """The score on several data sets together; `each` is what `each` gave of them, where it is known."""
         if self.pooled:
             return self.compute(*np.concatenate(rows, axis=1))
-        values = [self.compute(*data) if data.size else 0.0 for data in rows]
-        return sum(values) / len(values)
+        scores = self.each(rows) if each is None else each
+        return sum(scores) / len(scores)
 
 
 def _matthews(predictions: np.ndarray, labels: np.ndarray) -> float:

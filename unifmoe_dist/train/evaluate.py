@@ -72,8 +72,8 @@ def evaluate(
         own.append(np.concatenate(parts, axis=1) if parts else np.zeros((0, 0)))
     whole = [np.concatenate(shares, axis=1) for shares in zip(*ranks.gather(own), strict=True)]
     metric = task.metric
-    values = [metric.compute(*rows) if rows.size else 0.0 for rows in whole]
+    values = metric.each(whole)
     accuracies = [metric.accuracy(*rows) if rows.size else 0.0 for rows in whole]
     usage = collect_usage(model, ranks)
     model.train(was_training)
-    return Score(metric.name, metric.overall(whole), sum(accuracies) / len(datasets), values, usage)
+    return Score(metric.name, metric.overall(whole, values), sum(accuracies) / len(datasets), values, usage)

@@ -50,9 +50,8 @@ def takes(x_ND: Tensor, training: bool, *weights: Tensor | None) -> bool:
 
 def takes_banks(x_ND: Tensor, *banks: ExpertWeights) -> bool:
     """Whether they compute these experts: see `takes`."""
-    return all(
-        takes(x_ND, w.training, w.keys, w.values, w.key_bias, w.value_bias, w.gate_keys, w.gate_key_bias) for w in banks
-    )
+    weights = [t for w in banks for t in (w.keys, w.values, w.key_bias, w.value_bias, w.gate_keys, w.gate_key_bias)]
+    return takes(x_ND, any(w.training for w in banks), *weights)
 
 
 def route_few(x_ND: Tensor, router: Router, shared: BlockExperts) -> Routing:

@@ -13,6 +13,8 @@ from ctypes import c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
+from unifmoe_dist.files import user_cache
+
 _SOURCE = Path(__file__).with_name("few_rows.c")
 _SIGNATURES = {  # addresses, then sizes, as in the source
     "route": "aaa nnnn aaaaaa",
@@ -30,8 +32,7 @@ def library() -> ctypes.CDLL | None:
         return None
     source = _digest(f"{platform.machine()} {compiler}".encode() + _SOURCE.read_bytes())
     try:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unifmoe_dist" / "kernels"
-        return _loaded(_built(compiler, root, source))
+        return _loaded(_built(compiler, user_cache("kernels"), source))
     except (OSError, RuntimeError):  # no home, or none to write to
         try:
             with tempfile.TemporaryDirectory() as folder:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from tests.support.ranks import run_ranks
 from tests.support.small_models import FAMILIES, HIDDEN, TEXT, B, K, assert_same, build, gradients, inputs, logits
@@ -264,9 +265,17 @@ def test_a_wrapped_model_names_the_one_inside():
 
 
 def refuse_ddp(rank, world):
-    wrapped = nn.parallel.DistributedDataParallel(build("bert"))
-    with pytest.raises(UserError, match="DistributedDataParallel wraps a BertForSequenceClassification, its .module"):
-        upcycle(wrapped, [0], K, B)
+    ddp = nn.parallel.DistributedDataParallel(build("bert"))
+    fsdp = FullyShardedDataParallel(build("bert"), device_id=torch.device("cpu"))
+    for wrapped, name in ((ddp, "module"), (torch.compile(ddp), "_orig_mod.module"), (fsdp, "_fsdp_wrapped_module")):
+        words = rf"{type(wrapped).__name__} wraps a BertForSequenceClassification, its .{name}; .* model.{name}\.$"
+        with pytest.raises(UserError, match=words):
+            upcycle(wrapped, [0], K, B)
+    named = {"module.bert.encoder.layer.0": ("intermediate.dense", "gelu", "output.dense")}
+    with pytest.raises(UserError, match=r"pass the inner model, model.module\.$"):
+        upcycle(ddp, num_experts=K, num_blocks=B, ffns=named)
+    with pytest.raises(UserError, match="spread over ranks; upcycle the model before FSDP"):
+        upcycle(fully_shard(build("bert")), [0], K, B)
 
 
 def test_a_model_under_ddp_or_with_adapters_names_the_one_inside():
@@ -275,6 +284,11 @@ def test_a_model_under_ddp_or_with_adapters_names_the_one_inside():
     wrapped = peft.get_peft_model(build("bert"), peft.LoraConfig(target_modules=["query"]))
     with pytest.raises(UserError, match=r"wraps a BertForSequenceClassification, its .base_model.model"):
         upcycle(wrapped, [0], K, B)
+    with pytest.raises(UserError, match=r"pass the inner model, model.merge_and_unload\(\), or"):
+        upcycle(wrapped, [0], K, B)
+    with pytest.raises(UserError, match=r"layer.0.attention.self.query is a peft\.\S+ which carries an adapter"):
+        upcycle(wrapped.get_base_model(), [0], K, B)
+    assert len(moe_layers(upcycle(wrapped.merge_and_unload(), [0], K, B))) == 1
 
 
 def test_import_leaves_transformers_and_timm_alone():

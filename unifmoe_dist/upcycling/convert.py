@@ -18,8 +18,8 @@ from unifmoe_dist.expert_layer import ExpertLayer
 from unifmoe_dist.lazy import load
 from unifmoe_dist.lending import is_dtensor
 from unifmoe_dist.methods.registry import EVERY_LAYER, UNIF, method_of
-from unifmoe_dist.upcycling.dense_ffn import DenseFFN, check_projections
-from unifmoe_dist.upcycling.families import find_adapter
+from unifmoe_dist.upcycling.dense_ffn import DenseFFN, check_projections, refuse_adapted
+from unifmoe_dist.upcycling.families import find_adapter, library_wrapped, refuse_wrapped
 from unifmoe_dist.upcycling.found import FoundFFNs
 
 
@@ -92,6 +92,8 @@ def convert(
 
     The model's config is not touched. Returns the indices counted from 0; the rest is as for `upcycle`.
     """
+    refuse_wrapped(model, library_wrapped(model))
+    refuse_adapted(model)
     adapter = find_adapter(model) if ffns is None else FoundFFNs.named(model, ffns)
     blocks = adapter.blocks(model)
     if layers is None and ffns is None:

@@ -21,6 +21,10 @@ CONV1D = "transformers.pytorch_utils.Conv1D"
 """GPT-2's linear map, whose weight is (in, out)."""
 FALCON_LINEAR = "transformers.models.falcon.modeling_falcon.FalconLinear"
 """A linear map in a forward of its own."""
+_ADAPTED = (
+    "which carries an adapter; merge the adapters first (merge_and_unload), or upcycle the model before it gets "
+    "adapters."
+)
 _NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _SPELLINGS = {
     "gelu": "GELU GELUActivation gelu",
@@ -124,6 +128,17 @@ def check_projections(ffn: DenseFFN, model: nn.Module) -> None:
             raise UserError(f"{_place(part, model)} is a {kind_of(part)}, {reason}")
 
 
+def refuse_adapted(model: nn.Module) -> None:
+    """Refuse a model into which PEFT has put modules: it finds them by names and shapes that upcycling changes.
+
+    Raises:
+        UserError: naming the first.
+    """
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("peft."):
+            raise UserError(f"{name} is a {kind_of(module)}, {_ADAPTED}")
+
+
 def _place(part: nn.Module, model: nn.Module) -> str:
     return next((name for name, module in model.named_modules() if module is part), "a projection of the FFN")
 
@@ -135,10 +150,7 @@ def kind_of(part: Any) -> str:
 def unfit(part: Any) -> str | None:
     """Why a projection cannot be copied, as the rest of a sentence that names it; None where it can."""
     if hasattr(part, "base_layer"):
-        return (
-            "which carries an adapter; merge the adapters first (merge_and_unload), or upcycle the model before it "
-            "gets adapters."
-        )
+        return _ADAPTED
     if not isinstance(part, nn.Linear) and kind_of(part) != CONV1D:
         return "where upcycling needs torch.nn.Linear; put one with the same weights in its place."
     weight = part.weight

@@ -85,9 +85,7 @@ def find_adapter(model: nn.Module) -> Adapter:
     """
     if adapter := match_adapter(model):
         return adapter
-    if inner := wrapped_model(model):
-        name, kind = inner
-        raise UserError(f"{type(model).__name__} wraps a {kind}, its .{name}; upcycle that one, before it is wrapped.")
+    refuse_wrapped(model, wrapped_model(model))
     if found := find_ffns(model):
         return found
     families = ", ".join(adapter.name for adapter in ADAPTERS)
@@ -97,12 +95,36 @@ def find_adapter(model: nn.Module) -> Adapter:
     )
 
 
+def refuse_wrapped(model: nn.Module, inner: tuple[str, str] | None) -> None:
+    """Refuse a model that wraps `inner`, name and class, if that is not None: a wrapper would not know new weights."""
+    if inner is None:
+        return
+    name, kind = inner
+    way = f"model.{name}"
+    if type(model).__module__.startswith("peft."):
+        way = "model.merge_and_unload(), or model.get_base_model() of learned prompts"
+    raise UserError(
+        f"{type(model).__name__} wraps a {kind}, its .{name}; upcycle that one, before it is wrapped: pass the inner "
+        f"model, {way}."
+    )
+
+
+def library_wrapped(model: nn.Module) -> tuple[str, str] | None:
+    """Name and class of the model inside a wrapper of PyTorch, DeepSpeed or PEFT; FSDP 2 wraps nothing."""
+    library = type(model).__module__
+    if not library.startswith(_WRAPPERS) or "fully_shard" in library:
+        return None
+    name, inner = next(model.named_children(), ("", None))
+    if inner is None:
+        return None
+    deeper = library_wrapped(inner)
+    return (f"{name}.{deeper[0]}", deeper[1]) if deeper else (name, type(inner).__name__)
+
+
 def wrapped_model(model: nn.Module) -> tuple[str, str] | None:
-    """Name and class of the model inside one that only wraps it: a wrapper of PyTorch's, or a class around a model."""
-    if type(model).__module__.startswith(_WRAPPERS) and (child := next(model.named_children(), None)):
-        name, inner = child
-        deeper = wrapped_model(inner)
-        return (f"{name}.{deeper[0]}", deeper[1]) if deeper else (name, type(inner).__name__)
+    """Name and class of the model inside one that only wraps it: a library's wrapper, or a class around a model."""
+    if inner := library_wrapped(model):
+        return inner
     transformers = sys.modules.get("transformers.modeling_utils")
     pretrained = () if transformers is None else transformers.PreTrainedModel
     if isinstance(model, pretrained):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-SETUP = "run `make setup` and `source .venv/bin/activate`."
+SETUP = "run `make setup` and `source .venv/bin/activate`, or `pip install 'unifmoe-dist[train]'`."
 
 try:
     from unifmoe_dist.train.cli import run_main

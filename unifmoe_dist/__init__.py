@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from unifmoe_dist.runtime import signals  # noqa: F401  the first acts at once
+from unifmoe_dist.runtime import extras, signals  # noqa: F401  they act at once
 
 if TYPE_CHECKING:
     from unifmoe_dist.config import UniFMoEConfig

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from sklearn.cluster import kmeans_plusplus
 
 
 def balanced_kmeans(points: np.ndarray, clusters: int, iterations: int = 100, seed: int = 0) -> np.ndarray:
@@ -11,8 +12,6 @@ def balanced_kmeans(points: np.ndarray, clusters: int, iterations: int = 100, se
     Returns:
         (clusters, N / clusters) indices of the points, ascending in every group.
     """
-    from sklearn.cluster import kmeans_plusplus
-
     points = np.asarray(points, dtype=np.float64)
     centres, _ = kmeans_plusplus(points, clusters, random_state=seed)
     labels = np.full(len(points), -1)

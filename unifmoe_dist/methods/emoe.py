@@ -18,9 +18,9 @@ from unifmoe_dist.config import checked
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import AppliedStep, ChangedRows
 from unifmoe_dist.experts import FFN
-from unifmoe_dist.methods.balanced_kmeans import balanced_kmeans
 from unifmoe_dist.methods.gated import GatedExpertLayer, Gating
 from unifmoe_dist.methods.noisy_top_k import NoisyTopKConfig, noisy_top_k, renormalised
+from unifmoe_dist.runtime.extras import explained
 
 
 @checked(frozen=True)
@@ -81,6 +81,10 @@ class EMoELayer(GatedExpertLayer[EMoEConfig]):
         gate_bias: Tensor | None = None,
     ) -> None:
         """Split a dense FFN by its keys. Takes some seconds for thousands of channels; the same on every rank."""
+        try:
+            from unifmoe_dist.methods.balanced_kmeans import balanced_kmeans
+        except ModuleNotFoundError as error:
+            raise explained(error) from None
         activated = up_weight if gate_weight is None else gate_weight
         keys = F.normalize(activated.detach().float(), dim=-1).cpu().numpy()
         channels = torch.from_numpy(balanced_kmeans(keys, self.config.num_experts))

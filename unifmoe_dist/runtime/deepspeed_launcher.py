@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import signal
 
+from unifmoe_dist.runtime.failure import leave_for
 from unifmoe_dist.runtime.signals import let_pass
 
 
 def main() -> None:
     """Run the launcher on this process's arguments."""
     signal.signal(signal.SIGINT, let_pass)  # a function, not SIG_IGN, which the ranks would inherit
-    from deepspeed.launcher.runner import main as deepspeed
-
+    try:
+        from deepspeed.launcher.runner import main as deepspeed
+    except ModuleNotFoundError as error:
+        leave_for(error)
     deepspeed()
 
 

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.files import lock
+from unifmoe_dist.runtime.extras import explained
 from unifmoe_dist.runtime.watchdog import Notice, Watchdog
 
 USER_ERROR_STATUS = 2
@@ -72,6 +73,7 @@ def in_job() -> bool:
 
 def leave_for(error: BaseException) -> NoReturn:
     """Say why this rank leaves, unless another is the cause, and exit the process at once."""
+    error = explained(error)
     watchdog = _watchdog
     notice = None if watchdog is None else watchdog.wait(_seconds_for_news(error))
     if notice is not None:

@@ -26,12 +26,16 @@ COPIES_SECONDS = 1.0
 _importing = False
 
 
-def while_importing() -> None:
-    """If this process is one of launch/ or the `unifmoe` command, let Ctrl-C end it without a word for now."""
-    global _importing
+def is_command() -> bool:
+    """Whether this process is one of launch/ or the `unifmoe` command."""
     started = Path(sys.argv[0] if sys.argv else "")
-    ours = started.name == "unifmoe" or started.absolute().parent == resources.folder("launch").absolute()
-    if ours and _in_main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    return started.name == "unifmoe" or started.absolute().parent == resources.folder("launch").absolute()
+
+
+def while_importing() -> None:
+    """If this process is a command, let Ctrl-C end it without a word for now."""
+    global _importing
+    if is_command() and _in_main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         _importing = True
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-SETUP = "`make setup`, or install the package again"
+SETUP = "`make setup`, or `pip install 'unifmoe-dist[train]'`"
 Status = Literal["ok", "note", "problem"]
 
 

@@ -1,0 +1,37 @@
+"""What is said where a library is missing that the extra train brings: the layer and `upcycle` do without them."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.runtime.signals import is_command
+
+TRAIN = {
+    *("PIL", "datasets", "deepspeed", "jinja2", "jsonargparse", "matplotlib", "ninja", "numpy", "pandas", "psutil"),
+    *("scipy", "sklearn", "tensorboard", "timm", "torchvision", "tqdm", "transformers", "yaml"),
+}
+"""The libraries, by the names by which they are imported."""
+
+
+def explained(error: BaseException) -> BaseException:
+    """A UserError in the place of an error that one of them is missing; another error as it is."""
+    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if name not in TRAIN:
+        return error
+    return UserError(f"{name} is not installed, which this needs: pip install 'unifmoe-dist[train]'.")
+
+
+def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A command whose own imports fail ends with the sentence and status 2, as for any mistake of its user."""
+    told = explained(error)
+    if told is error:
+        sys.__excepthook__(kind, error, trace)
+        return
+    print(f"error: {told}", file=sys.stderr)
+    sys.exit(2)
+
+
+if is_command():
+    sys.excepthook = _say

@@ -9,6 +9,7 @@ from unifmoe_dist.runtime import extras, signals  # noqa: F401  they act at once
 if TYPE_CHECKING:
     from unifmoe_dist.config import UniFMoEConfig
     from unifmoe_dist.layer import UniFMoELayer
+    from unifmoe_dist.optimizers import param_groups
     from unifmoe_dist.routing import Routing
     from unifmoe_dist.upcycling import diversity_loss, enable_from_pretrained, register_adapter, upcycle
 
@@ -19,6 +20,7 @@ __all__ = [
     "UniFMoELayer",
     "diversity_loss",
     "enable_from_pretrained",
+    "param_groups",
     "register_adapter",
     "upcycle",
 ]
@@ -29,6 +31,7 @@ _HOMES = {
     "UniFMoELayer": "layer",
     "diversity_loss": "upcycling",
     "enable_from_pretrained": "upcycling",
+    "param_groups": "optimizers",
     "register_adapter": "upcycling",
     "upcycle": "upcycling",
 }
@@ -40,6 +43,7 @@ _MODULES = (
     "experts",
     "kernels",
     "layer",
+    "optimizers",
     "routing",
     "upcycling",
     "usage",

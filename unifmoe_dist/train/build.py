@@ -17,6 +17,7 @@ from unifmoe_dist.data.task import TaskData
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods import LayerOptions
 from unifmoe_dist.methods.registry import EVERY_LAYER, REGISTRY, method_of
+from unifmoe_dist.optimizers import is_decayed
 from unifmoe_dist.runtime.ranks import Ranks
 from unifmoe_dist.train import deepspeed
 from unifmoe_dist.upcycling import moe_layers, upcycle
@@ -149,15 +150,14 @@ def build_algorithm(config: TrainConfig, task: TaskData, ranks: Ranks | None = N
 def parameter_groups(
     model: nn.Module, weight_decay: float, expert_group_name: str | None = None, decay: str = "matrices"
 ) -> list[dict[str, Any]]:
-    """An optimiser's groups; sharded experts form groups of their own.
+    """An optimiser's groups, as `param_groups` makes them, in which sharded experts form groups of their own.
 
-    Of "matrices", biases, norms and routers are not decayed; otherwise everything is.
+    Only "matrices" are decayed, or "all".
     """
     kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            plain = ".router." in f".{name}" or name.endswith("bias") or parameter.ndim < 2
-            kind = decay == "all" or not plain, deepspeed.is_sharded(parameter)
+            kind = decay == "all" or is_decayed(name, parameter), deepspeed.is_sharded(parameter)
             kinds.setdefault(kind, []).append(parameter)
     groups = []
     for (decayed, sharded), parameters in kinds.items():

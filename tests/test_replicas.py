@@ -31,17 +31,6 @@ def spread(family: str) -> nn.Module:
     return model
 
 
-def deepspeed_engine(model: nn.Module, stage: int) -> nn.Module:
-    import deepspeed
-
-    options = {
-        "train_micro_batch_size_per_gpu": 3,
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-    }
-    return deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=options)[0]
-
-
 def refusals(rank: int, world: int, folder: str) -> bool:
     torch.manual_seed(1)
     batch = inputs("timm")
@@ -49,8 +38,6 @@ def refusals(rank: int, world: int, folder: str) -> bool:
         "DistributedDataParallel": DistributedDataParallel,
         "FSDP": lambda m: FullyShardedDataParallel(m, use_orig_params=True, device_id=torch.device("cpu")),
         "FSDP ": fully_shard,
-        "DeepSpeed, without marks": lambda m: deepspeed_engine(m, 0),
-        "DeepSpeed, without": lambda m: deepspeed_engine(m, 1),
     }
     for name, wrap in wrappers.items():
         with pytest.raises(UserError, match=f"spread over ranks by expert_group, but {name.strip()}"):

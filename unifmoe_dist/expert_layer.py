@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from unifmoe_dist.config import ExpertLayerConfig
 from unifmoe_dist.dispatch import make_dispatcher
+from unifmoe_dist.engines import introduce
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import FFN, BlockExperts
 from unifmoe_dist.kernels import HiddenDropout
@@ -194,6 +195,16 @@ class ExpertLayer(nn.Module, Generic[Config]):
             What was rewritten, for the optimiser to take over; buffers and frozen parameters are not listed.
         """
         return []
+
+    def set_deepspeed_parallelism(self, *_: Any, **__: Any) -> None:
+        """Called by an engine of DeepSpeed that is being made around a model; collective over all ranks.
+
+        Raises:
+            UserError: the engine cannot train experts that are spread over ranks.
+        """
+        group = self.expert_group
+        if group is not None and dist.get_world_size(group) > 1:
+            introduce(self.experts, group, self.config.num_experts)
 
     # -- weights ------------------------------------------------------------------------------------------------------
 

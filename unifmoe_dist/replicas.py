@@ -1,19 +1,18 @@
 """Experts that are spread over ranks are no replicas: refusing what would take them for such.
 
-DDP, FSDP and an engine of DeepSpeed that was not told give every rank the first rank's experts, or average their
-gradients over ranks that hold others; a distributed checkpoint keeps one rank's part under each name.
+DDP and FSDP give every rank the first rank's experts, or average their gradients over ranks that hold others; a
+distributed checkpoint keeps one rank's part under each name.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from unifmoe_dist.eager import called_by, not_compiled
+from unifmoe_dist.eager import not_compiled
 from unifmoe_dist.errors import UserError
 
 
@@ -30,8 +29,6 @@ def refuse_replicated(experts: nn.Module) -> None:
         raise _refusal("DistributedDataParallel")
     if any(getattr(module, "_is_fsdp_managed_module", False) for module in experts.modules()):
         raise _refusal("FSDP")
-    if any(getattr(p, "allreduce", True) for p in own) and _inside_deepspeed():
-        raise _refusal("DeepSpeed, without marks on the experts,")
 
 
 def _refusal(who: str) -> UserError:
@@ -39,12 +36,6 @@ def _refusal(who: str) -> UserError:
         f"The experts are spread over ranks by expert_group, but {who} treats them as copies of each other and trains "
         "the wrong ones; train with launch/train.py, or give upcycle no expert_group."
     )
-
-
-def _inside_deepspeed() -> bool:
-    """Whether an engine of DeepSpeed has called us; it leaves no mark on the modules that it runs."""
-    engine: Any = sys.modules.get("deepspeed.runtime.engine")
-    return engine is not None and called_by(lambda code: code.co_filename == engine.__file__)
 
 
 # What a tensor's copies are made with; all else gives plain tensors.

@@ -146,7 +146,7 @@ def train_all(rank, world, folder):
         found.append((place, config))
     results = []
     with running_ranks(min(world, 2)) as sharded:
-        plain = dataclasses.replace(sharded, expert_group=None, expert_group_name=None)
+        plain = dataclasses.replace(sharded, expert_group=None)
         for place, config in found:
             ranks = sharded if config.parallel.expert_parallel_size > 1 else plain
             trainer = Trainer(config, ranks, place)

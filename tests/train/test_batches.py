@@ -16,7 +16,6 @@ from tests.support.tasks import domainbed_task
 from tests.support.tiny_images import TINY
 from unifmoe_dist.data.vision_backbone import build_backbone
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.runtime.ranks import Ranks
 from unifmoe_dist.train.batches import TrainBatches, evaluation_batches
 from unifmoe_dist.train.build import build_optimizer, install_layers
 from unifmoe_dist.train.cli import parse_train_config
@@ -90,11 +89,11 @@ def test_its_adam_decays_everything(moe):
         "0.1",
     ]
     config = parse_train_config(words)
-    models, ranks = [], Ranks(0, 1, torch.device("cpu"))
+    models = []
     for _ in range(2):
         torch.manual_seed(0)
         models.append(install_layers(config, build_backbone(TINY, 7, 32, "none")).eval())
-    ours = build_optimizer(config, models[0], ranks)
+    ours = build_optimizer(config, models[0])
     images = torch.randn(2, 3, 32, 32)
     theirs = torch.optim.Adam(models[1].parameters(), lr=config.optim.lr, weight_decay=0.1)
     for _ in range(2):
@@ -105,7 +104,7 @@ def test_its_adam_decays_everything(moe):
     for (name, mine), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         assert torch.equal(mine, other), name
     config.optim.decay = "matrices"
-    exempt = [group for group in build_optimizer(config, models[0], ranks).param_groups if not group["weight_decay"]]
+    exempt = [group for group in build_optimizer(config, models[0]).param_groups if not group["weight_decay"]]
     assert len(exempt) == 1 and len(exempt[0]["params"]) > 50
 
 

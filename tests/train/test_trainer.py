@@ -73,7 +73,7 @@ def train_with_ddp(rank, world, folder):
     task = build.build_task(config)
     model = build.build_model(config, task)
     replica = torch.nn.parallel.DistributedDataParallel(model)
-    optimizer = build.build_optimizer(config, model, ranks)
+    optimizer = build.build_optimizer(config, model)
     schedule = build.build_schedule(config)(optimizer)
     batches = TrainBatches(task, config.data.batch_size, config.seed, rank, world, 1)
     losses = []

@@ -39,8 +39,6 @@ class Ranks:
     world_size: int
     device: torch.device
     expert_group: dist.ProcessGroup | None = None  # ranks that share one set of residual experts; None: each has all
-    replica_group: dist.ProcessGroup | None = None  # that hold the same residual experts; None where expert_group is
-    expert_group_name: str | None = None  # of the division of all ranks into such groups
     expert_rank: int = 0  # inside expert_group
     expert_replica: int = 0  # which copy of the set of experts this rank belongs to
 
@@ -144,22 +142,12 @@ def _own_device() -> torch.device:
 
 
 def _with_experts(place: Ranks, size: int, placement: str, timeout: timedelta) -> Ranks:
-    """The place with its groups; every rank makes all groups, as torch demands."""
+    """The place with its group; every rank makes all groups, as torch demands."""
     order = torch.arange(place.world_size)
     members = order.view(size, -1).T if placement == "far" else order.view(-1, size)  # a row holds one set of experts
-    own: list[Any] = []
-    for rows in (members.tolist(), members.T.tolist()):
-        groups = [(dist.new_group(row, timeout=timeout), row) for row in rows]
-        own += [(group, row.index(place.rank)) for group, row in groups if place.rank in row]
-    (experts, expert_rank), (replicas, replica) = own
-    return replace(
-        place,
-        expert_group=experts,
-        replica_group=replicas,
-        expert_group_name=f"ep_size_{size}",
-        expert_rank=expert_rank,
-        expert_replica=replica,
-    )
+    groups: list[Any] = [(dist.new_group(row, timeout=timeout), row) for row in members.tolist()]
+    number, (own, row) = next((i, made) for i, made in enumerate(groups) if place.rank in made[1])
+    return replace(place, expert_group=own, expert_rank=row.index(place.rank), expert_replica=number)
 
 
 def own_store(timeout: timedelta) -> dist.Store | None:

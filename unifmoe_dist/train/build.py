@@ -147,31 +147,18 @@ def build_algorithm(config: TrainConfig, task: TaskData, ranks: Ranks | None = N
     return kind(make_model(), environments, task.num_classes, config.algorithm, make_model)
 
 
-def parameter_groups(
-    model: nn.Module, weight_decay: float, expert_group_name: str | None = None, decay: str = "matrices"
-) -> list[dict[str, Any]]:
-    """An optimiser's groups, as `param_groups` makes them, in which sharded experts form groups of their own.
-
-    Only "matrices" are decayed, or "all".
-    """
-    kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+def parameter_groups(model: nn.Module, weight_decay: float, decay: str = "matrices") -> list[dict[str, Any]]:
+    """An optimiser's groups, as `param_groups` makes them; "all" decays everything."""
+    kinds: dict[bool, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            kind = decay == "all" or is_decayed(name, parameter), deepspeed.is_sharded(parameter)
-            kinds.setdefault(kind, []).append(parameter)
-    groups = []
-    for (decayed, sharded), parameters in kinds.items():
-        group: dict[str, Any] = {"params": parameters, "weight_decay": weight_decay if decayed else 0.0}
-        if sharded:
-            group |= deepspeed.expert_group(expert_group_name)
-        groups.append(group)
-    return groups
+            kinds.setdefault(decay == "all" or is_decayed(name, parameter), []).append(parameter)
+    return [{"params": kind, "weight_decay": weight_decay if decayed else 0.0} for decayed, kind in kinds.items()]
 
 
-def build_optimizer(config: TrainConfig, model: nn.Module, ranks: Ranks) -> torch.optim.Optimizer:
+def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
     """The optimiser over `parameter_groups`."""
-    groups = parameter_groups(model, config.optim.weight_decay, ranks.expert_group_name, config.optim.decay)
-    optim = config.optim
+    groups, optim = parameter_groups(model, config.optim.weight_decay, config.optim.decay), config.optim
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)
     if config.parallel.offload_optimizer:

@@ -1,7 +1,7 @@
 """DeepSpeed's engine as training uses it. No other file knows names of DeepSpeed that its documentation lacks.
 
-    start         an engine around a training algorithm, told which experts are sharded
-    clip          clipping by the true norm, gradients as the optimiser will use them, an update that is dropped
+    start         an engine around a training algorithm
+    skip_update   gradients as the optimiser will use them, an update that is dropped
     collect       optimiser state by parameter, whole and in float32, whatever the ZeRO stage and world size
 
 A parameter's state is `{"fp32": master weight, "exp_avg": ..., ...}`; the optimiser's scalars, such as Adam's step,
@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from unifmoe_dist.config import OptimConfig, TrainConfig
+from unifmoe_dist.engines import clip_by_true_norm
 from unifmoe_dist.expert_layer import ChangedRows
 from unifmoe_dist.runtime import compiling
 from unifmoe_dist.runtime.ranks import Ranks
-from unifmoe_dist.upcycling import moe_layers
 
 REDUCE_BUCKET = 500_000_000
 """DeepSpeed's own `reduce_bucket_size`, in elements."""
@@ -54,7 +53,7 @@ def start(
     environments: int,
     folder: Path | None,
 ) -> Any:
-    """DeepSpeed's engine around a training algorithm whose experts are marked; collective.
+    """DeepSpeed's engine around a training algorithm; collective.
 
     `schedule` makes the learning-rate schedule of an optimiser, `environments` multiplies the batch, which is given per
     environment, and `folder` gets TensorBoard's events; None writes none.
@@ -62,21 +61,16 @@ def start(
     library = _library()
     with compiling.announced(compiling.SHARED_MEMORY), redirect_stdout(sys.stderr):  # a command's output is its own
         library.init_distributed(auto_mpi_discovery=False, verbose=False)
-    _groups()._WORLD_GROUP = None  # of another job of this process, perhaps
-    sharded = ranks.expert_group is not None and bool(moe_layers(model))
+    groups: Any = import_module("deepspeed.utils.groups")
+    groups._WORLD_GROUP = None  # of another job of this process, perhaps
     engine, *_ = library.initialize(
-        model=_Trained(model, _marker(config.model.num_experts, ranks) if sharded else None),
+        model=model,
         optimizer=optimizer,
         lr_scheduler=schedule,
         config=_settings(config, ranks.world_size, environments, reduce_bucket(model), folder),
     )
     if not engine.zero_optimization():
-        # DeepSpeed's own clipping averages the ranks' norms, and each rank sees only its own experts. With ZeRO 1 and 2
-        # its norm sums the squares of all partitions over all ranks, which counts every expert once.
-        def clip_fp32_gradients() -> None:
-            engine._global_grad_norm = clip(model, engine.gradient_clipping(), ranks)
-
-        engine.clip_fp32_gradients = clip_fp32_gradients
+        clip_by_true_norm(engine)
     return engine
 
 
@@ -97,26 +91,6 @@ def cpu_adam(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Op
         return DeepSpeedCPUAdam(groups, lr=optim.lr, betas=optim.betas, adamw_mode=optim.name == "adamw")
 
 
-def mark_experts(model: nn.Module, ranks: Ranks) -> None:
-    """Tell DeepSpeed which parameters differ between the ranks of an expert-parallel group."""
-    if ranks.expert_group is None:
-        return
-    for layer in moe_layers(model).values():
-        for parameter in layer.experts.parameters():
-            parameter.allreduce = False  # type: ignore[attr-defined]
-            parameter.group_name = ranks.expert_group_name  # type: ignore[attr-defined]
-
-
-def expert_group(name: str | None) -> dict[str, Any]:
-    """What tells it that an optimiser's group holds marked parameters."""
-    return {"moe": True, "name": name}
-
-
-def is_sharded(parameter: Tensor) -> bool:
-    """Whether a parameter was marked so."""
-    return not getattr(parameter, "allreduce", True)
-
-
 def _library() -> Any:
     if not torch.accelerator.is_available():
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it misses CUDA where there is none
@@ -126,47 +100,6 @@ def _library() -> Any:
 
     logger.setLevel("WARNING")
     return deepspeed
-
-
-def _groups() -> Any:
-    from deepspeed.utils import groups
-
-    return groups
-
-
-class _Trained(nn.Module):
-    """What the engine runs; with sharded experts a module beside it by which DeepSpeed knows of them."""
-
-    def __init__(self, model: nn.Module, expert_marker: nn.Module | None) -> None:
-        super().__init__()
-        self.model, self.expert_marker = model, expert_marker
-
-    def forward(self, *arguments: Any, **inputs: Any) -> Any:
-        return self.model(*arguments, **inputs)
-
-
-def _marker(num_experts: int, ranks: Ranks) -> nn.Module:
-    # The engine treats a model as MoE only when it finds an instance of its own class among the modules.
-    from deepspeed.moe.layer import MoE
-
-    class Marker(MoE):
-        def __init__(self) -> None:
-            nn.Module.__init__(self)
-            self.num_experts = num_experts
-
-        def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-            _enter_groups(ranks)
-
-    return Marker()
-
-
-def _enter_groups(ranks: Ranks) -> None:
-    """Have DeepSpeed take the expert groups of the job for its own."""
-    groups, name = _groups(), ranks.expert_group_name
-    for purpose, group in (("PARALLEL", ranks.expert_group), ("DATA_PARALLEL", ranks.replica_group)):
-        getattr(groups, f"_EXPERT_{purpose}_GROUP")[name] = group
-        members = getattr(groups, f"_EXPERT_{purpose}_GROUP_RANKS", {})  # since 0.18
-        members[name] = dist.get_process_group_ranks(group)
 
 
 def _settings(
@@ -197,27 +130,6 @@ def _settings(
 
 
 # -- gradients ------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def clip(model: nn.Module, max_norm: float, ranks: Ranks) -> Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm`; collective. Returns the norm before.
-
-    Gradients are averaged over replicas already. Every expert counts once, wherever it lives: dense gradients are the
-    same on every rank; those of sharded experts are summed over the ranks of this rank's expert-parallel group, which
-    together hold every expert once.
-    """
-    trained: list[Any] = [p for p in model.parameters() if p.grad is not None]
-    squares = {False: torch.zeros((), device=ranks.device), True: torch.zeros((), device=ranks.device)}
-    for parameter in trained:
-        squares[is_sharded(parameter)] += torch.linalg.vector_norm(parameter.grad.float()).square()
-    if ranks.expert_group is not None:
-        dist.all_reduce(squares[True], group=ranks.expert_group)
-    norm = (squares[False] + squares[True]).sqrt()
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in trained:
-        parameter.grad.mul_(scale.to(parameter.grad.dtype))
-    return norm
 
 
 def held_gradients(engine: Any) -> Iterator[Tensor]:

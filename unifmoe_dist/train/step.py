@@ -64,8 +64,7 @@ class TrainingStep:
         self.algorithm, self.ranks, self.epoch_steps = algorithm, ranks, epoch_steps
         others = {f"extra.{name}": layer for name, layer in moe_layers(algorithm.extra).items()}
         self.layers = {**moe_layers(algorithm.model), **others}
-        deepspeed.mark_experts(algorithm, ranks)
-        optimizer, schedule = build.build_optimizer(config, algorithm, ranks), build.build_schedule(config)
+        optimizer, schedule = build.build_optimizer(config, algorithm), build.build_schedule(config)
         self.engine = deepspeed.start(config, algorithm, ranks, optimizer, schedule, environments, folder)
         self.dtype = next(p.dtype for p in algorithm.model.parameters() if p.is_floating_point())
         self._micro_batches = config.parallel.gradient_accumulation

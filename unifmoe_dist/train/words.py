@@ -16,9 +16,9 @@ from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.metrics import ACCURACY, metric_named
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.task import TaskData
+from unifmoe_dist.engines import is_spread
 from unifmoe_dist.methods.registry import method_of
 from unifmoe_dist.runtime.ranks import Ranks
-from unifmoe_dist.train import deepspeed
 from unifmoe_dist.usage import UsageSummary
 
 # -- the start ------------------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ def _parameters(model: nn.Module, expert_parallel_size: int) -> str:
     own = whole = 0
     for parameter in model.parameters():
         own += parameter.numel()
-        whole += parameter.numel() * (expert_parallel_size if deepspeed.is_sharded(parameter) else 1)
+        whole += parameter.numel() * (expert_parallel_size if is_spread(parameter) else 1)
     return f"{whole:,} parameters" + (f" ({own:,} on each rank)" if own != whole else "")
 
 

@@ -24,6 +24,7 @@ from unifmoe_dist.algorithms import Algorithm
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.task import Batch, TaskData
+from unifmoe_dist.engines import divide_groups, mark
 from unifmoe_dist.studies.memory.deepspeed_memory import EngineMemory, Group
 from unifmoe_dist.studies.memory.stand_ins import Load, standing_in
 from unifmoe_dist.studies.meters import Ledger, LiveBytes
@@ -75,12 +76,13 @@ def estimate(config: TrainConfig, ranks: int = 1, gpu: bool = True, load: Load |
     algorithm = sizes_of_algorithm(config, task, size)
     with FakeTensorMode():
         fake_storage(algorithm)
-        sharded = moe_layers(algorithm).values() if size > 1 else ()
-        for parameter in (p for layer in sharded for p in layer.experts.parameters()):
-            parameter.allreduce = False  # type: ignore[attr-defined]
+        for layer in moe_layers(algorithm).values() if size > 1 else ():
+            mark(layer.experts.parameters())
+        made = build.parameter_groups(algorithm, config.optim.weight_decay, config.optim.decay)
+        divide_groups(made)
         groups = [
             Group(g["params"], moe := bool(g.get("moe")), ranks // size if moe else ranks, g["weight_decay"] > 0)
-            for g in build.parameter_groups(algorithm, config.optim.weight_decay, decay=config.optim.decay)
+            for g in made
         ]
         live = LiveBytes(device)
         engine = EngineMemory(groups, config, live, host, foreach=gpu, bucket_size=deepspeed.reduce_bucket(algorithm))

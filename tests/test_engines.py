@@ -1,0 +1,231 @@
+"""DeepSpeed's engines around upcycled models in loops of one's own: ZeRO 0 to 3, experts replicated and spread.
+
+Whatever ranks do together equals one rank on all their batches; with SGD, since Adam would hide scaled gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from tests.support.ranks import run_ranks
+from tests.support.small_models import B, build, logits, moved
+from unifmoe_dist import diversity_loss, upcycle
+from unifmoe_dist.engines import divide_groups, mark
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.upcycling import moe_layers
+
+K, RATE, STEPS, MICRO = 4, 0.5, 3, 2
+
+
+def whole_model() -> nn.Module:
+    torch.manual_seed(0)
+    return moved(upcycle(build("timm"), [0, 2], K, B, router_seed=1)).train()
+
+
+def spread_model(whole: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    """The same model, its experts spread over a group."""
+    model = upcycle(build("timm"), [0, 2], K, B, router_seed=1, expert_group=group).train()
+    shared = {name: t for name, t in whole.state_dict().items() if ".experts." not in name}
+    assert not model.load_state_dict(shared, strict=False).unexpected_keys
+    for own, layer in zip(moe_layers(model).values(), moe_layers(whole).values(), strict=True):
+        for expert in range(K):
+            own.load_ffn(expert, *layer.ffn_weights(expert))
+    return model
+
+
+def batches(step: int, world: int) -> Tensor:
+    """Of every micro-batch and rank, 2 images."""
+    return torch.randn(MICRO, world, 2, 3, 32, 32, generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model: nn.Module, images: Tensor) -> Tensor:
+    return logits(model, {"x": images}).square().mean() + 0.1 * diversity_loss(model)
+
+
+def one_rank(clip: float, world: int) -> list[tuple[float, float, nn.Module]]:
+    """Loss, norm of the gradient, and the model, after every step on all ranks' batches."""
+    model, found = whole_model(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses = [loss_of(model, images) / (MICRO * world) for images in batches(step, world).flatten(0, 1)]
+        torch.stack(losses).sum().backward()
+        assert all(p.grad.abs().sum() > 0 for p in model.parameters())
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf"))
+        optimizer.step()
+        found.append((float(torch.stack(losses).sum()), float(norm), copy.deepcopy(model)))
+    assert not clip or found[0][1] > 2 * clip  # the limit is felt
+    return found
+
+
+def engine_for(model: nn.Module, stage: int, clip: float, optimizer: Any, **options: Any) -> Any:
+    import deepspeed
+
+    schedule = None
+    if optimizer == "with a schedule":
+        optimizer = torch.optim.SGD(model.parameters(), lr=2 * RATE)
+        schedule = LambdaLR(optimizer, lambda _: 0.5)
+    elif optimizer == "by size":
+        wide = [[p for p in model.parameters() if (p.ndim > 1) is wide] for wide in (True, False)]
+        optimizer = torch.optim.SGD([{"params": parameters} for parameters in wide], lr=RATE)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": MICRO,
+        "gradient_clipping": clip,
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        "zero_allow_untested_optimizer": True,
+        **options,
+    }
+    groups = [*model.parameters()]
+    return deepspeed.initialize(
+        model=model, model_parameters=groups, optimizer=optimizer, lr_scheduler=schedule, config=config
+    )[0]
+
+
+SGD = partial(torch.optim.SGD, lr=RATE)  # made by the engine, of the groups that it knows
+
+
+def check_training(engine: Any, expected: list[tuple[float, float, nn.Module]], rank: int, world: int) -> None:
+    """Losses, norms, and every weight after every step; scored between steps, as one does."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    model = engine.module
+    for step, (loss, norm, whole) in enumerate(expected):
+        total = torch.zeros((), dtype=torch.float64)
+        for images in batches(step, world)[:, rank]:
+            own = loss_of(engine, images)
+            engine.backward(own)
+            engine.step()
+            total += own.detach() / (MICRO * world)
+        dist.all_reduce(total)
+        assert float(total) == pytest.approx(loss, abs=1e-5)
+        if engine.gradient_clipping():
+            assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=1e-4)
+        with GatheredParameters([*model.parameters()], enabled=engine.zero_optimization_stage() == 3):
+            assert_same_weights(model, whole)
+        model.eval()
+        with torch.no_grad():
+            images = batches(step, world)[0, rank]
+            torch.testing.assert_close(
+                logits(engine, {"x": images}), logits(copy.deepcopy(whole).eval(), {"x": images}), rtol=1e-4, atol=1e-5
+            )
+        model.train()
+
+
+def assert_same_weights(model: nn.Module, whole: nn.Module) -> None:
+    """Gradients are what SGD has taken off the weights."""
+    expected = dict(whole.named_parameters())
+    first = {name: layer.first_expert for name, layer in moe_layers(model).items()}
+    for name, parameter in model.named_parameters():
+        want = expected[name].detach()
+        if len(want) != len(parameter):  # this rank's experts
+            start = first[name.split(".experts.")[0]] * len(want) // K
+            want = want[start : start + len(parameter)]
+        torch.testing.assert_close(
+            parameter.detach(), want, rtol=1e-4, atol=2e-6, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+def equals_one_rank(rank: int, world: int, folder: str, size: int, cases: list[tuple[int, float, bool, Any]]) -> bool:
+    """Cases are ZeRO stage, clipping, activation checkpointing, optimiser; experts are spread over `size` ranks."""
+    groups = [dist.new_group([*range(start, start + size)]) for start in range(0, world, size)]
+    for stage, clip, checkpointing, optimizer in cases:
+        model = whole_model()
+        if size > 1:
+            model = spread_model(model, groups[rank // size])
+        model.set_grad_checkpointing(checkpointing)
+        engine = engine_for(model, stage, clip, optimizer)
+        if optimizer == "with a schedule":
+            assert len(engine.lr_scheduler.base_lrs) == len(engine.basic_optimizer.param_groups)
+        expected = one_rank(clip, world)
+        check_training(engine, expected, rank, world)
+        if stage == 3:
+            check_fetches(engine)
+            check_files(engine, expected[-1][2], Path(folder))
+    return True
+
+
+def check_fetches(engine: Any) -> None:
+    """What ZeRO 3 has recorded of the order in which modules run, to fetch their weights early, has held all along."""
+    assert engine.optimizer.parameter_offload.get_param_coordinator().is_complete_trace()
+
+
+def check_files(engine: Any, expected: nn.Module, folder: Path) -> None:
+    """The weights that DeepSpeed saves, whole and in parts, are those of a model on one rank."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    engine.save_16bit_model(str(folder))
+    engine.save_checkpoint(str(folder / "parts"))
+    dist.barrier()
+    whole = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    for state in (whole, get_fp32_state_dict_from_zero_checkpoint(str(folder / "parts"))):
+        model = whole_model()
+        model.load_state_dict(state)
+        assert_same_weights(model, expected)
+
+
+@pytest.mark.parametrize(
+    "world,size,cases",
+    [
+        (2, 2, [(0, 0.3, False, SGD), (1, 0.0, True, "with a schedule"), (2, 0.3, True, "by size")]),
+        (4, 2, [(0, 0.3, True, "by size"), (1, 0.3, False, SGD), (2, 0.0, False, "with a schedule")]),
+        (2, 1, [(1, 0.3, True, SGD), (2, 0.0, False, SGD), (3, 0.3, False, SGD)]),
+        (4, 1, [(1, 0.0, False, SGD), (2, 0.3, True, SGD), (3, 0.3, True, SGD)]),
+    ],
+)
+def test_engines_train_as_on_one_rank(world, size, cases, tmp_path):
+    assert run_ranks(world, equals_one_rank, str(tmp_path), size, cases, timeout=280, fresh=True) == [True] * world
+
+
+def refusals(rank: int, world: int, folder: str) -> bool:
+    everyone, alone = dist.group.WORLD, [dist.new_group([0, 1]), dist.new_group([0, 1])][rank]
+    whole = whole_model()
+    for options, words in (
+        ({"stage": 3}, "ZeRO 3 spreads every weight over all ranks; use ZeRO 1 or 2, or give upcycle no expert_group"),
+        ({"stage": 0, "bf16": {"enabled": True}}, "bf16 without ZeRO is not right for them; use ZeRO 2"),
+    ):
+        with pytest.raises(UserError, match=words):
+            engine_for(spread_model(whole, everyone), clip=0.0, optimizer=SGD, **options)
+    two = spread_model(whole, everyone)
+    two.blocks[2].mlp = spread_model(whole, alone).blocks[2].mlp
+    engine = engine_for(two, 1, 0.0, SGD)  # another group of the same ranks is no other
+    for name in ("save_checkpoint", "load_checkpoint", "save_16bit_model"):
+        with pytest.raises(UserError, match=f"DeepSpeed's {name} knows one rank's alone; use unifmoe_dist.full_state"):
+            getattr(engine, name)(folder)
+    return True
+
+
+def test_what_engines_cannot_do_with_spread_experts_is_refused(tmp_path):
+    assert run_ranks(2, refusals, str(tmp_path), timeout=280, fresh=True) == [True, True]
+
+
+def test_a_schedule_made_before_knows_the_experts_groups():
+    layers = nn.ModuleList([nn.Linear(2, 2) for _ in range(4)])
+    experts = [*layers[2].parameters(), *layers[3].parameters()]
+    mark(experts, "ep_size_2")
+    groups = [
+        {"params": layers[:3].parameters(), "lr": 0.1, "weight_decay": 0.0},
+        {"params": layers[3].parameters(), "lr": 0.2, "weight_decay": 0.3},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    schedule = LambdaLR(optimizer, [lambda step: 0.5**step, lambda step: 0.1**step])
+    divide_groups(optimizer.param_groups, schedule)
+    optimizer.step()
+    schedule.step()
+    found = [(len(g["params"]), g["lr"], g["weight_decay"], g.get("moe", False)) for g in optimizer.param_groups]
+    assert found == [(4, 0.05, 0.0, False), (2, pytest.approx(0.02), 0.3, True), (2, 0.05, 0.0, True)]
+    divide_groups(optimizer.param_groups, schedule)  # there is nothing left to divide
+    assert [len(g["params"]) for g in optimizer.param_groups] == [4, 2, 2]

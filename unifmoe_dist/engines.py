@@ -1,0 +1,203 @@
+"""Experts that are spread over ranks inside an engine of DeepSpeed, whoever has made it.
+
+While an engine is made, it calls `set_deepspeed_parallelism` of every module that has such a method, before it looks at
+parameters. There it hears which of them are no copies of each other, and what of its own takes them for copies is
+replaced or refused. So `deepspeed.initialize`, and what calls it, need no more than the upcycled model.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from unifmoe_dist.errors import UserError
+
+_REFUSED = {
+    "_configure_bf16_optimizer": "bf16 without ZeRO, or accumulated in float32 under ZeRO 1,",
+    "_configure_fp16_optimizer": "fp16 or bf16 without ZeRO",
+}
+"""What an engine would do with experts on other ranks, but has not been shown to do right, by its methods' names."""
+_FILES = ("save_checkpoint", "load_checkpoint", "save_16bit_model", "save_fp16_model")
+
+
+def is_spread(parameter: Tensor) -> bool:
+    """Whether an engine was told that the ranks' values of a parameter are no copies of each other."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def mark(parameters: Iterable[nn.Parameter], group_name: str | None = None) -> None:
+    """Mark parameters as DeepSpeed knows those of experts on other ranks."""
+    for parameter in parameters:
+        parameter.allreduce, parameter.group_name = False, group_name  # type: ignore[attr-defined]
+
+
+def introduce(experts: nn.Module, group: dist.ProcessGroup, num_experts: int) -> None:
+    """Tell the engine that is being made about a bank of experts; collective over all ranks.
+
+    Args:
+        experts: This rank's part.
+        group: The ranks that together hold `num_experts`.
+
+    Raises:
+        UserError: the engine cannot train them, or the job's ranks do not fall into such groups.
+    """
+    engine = _being_made()
+    size = dist.get_world_size(group)
+    name = f"ep_size_{size}"
+    known: dict[str, dist.ProcessGroup] = engine.__dict__.setdefault("expert_groups", {})
+    if name not in known:
+        _check(engine, size)
+        _enter(name, group)
+        known[name] = group
+        _take_over(engine)
+    elif dist.get_process_group_ranks(known[name]) != dist.get_process_group_ranks(group):
+        raise UserError(f"Two layers have different expert_groups of {size} ranks; give all layers the same.")
+    engine.has_moe_layers = True
+    engine.num_experts.append(num_experts)
+    mark(experts.parameters(), name)
+
+
+def _being_made() -> Any:
+    """The engine that has called us; it passes nothing of itself."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    frame = sys._getframe(1)
+    while not isinstance(frame.f_locals.get("self"), DeepSpeedEngine):
+        assert frame.f_back is not None, "not called by an engine of DeepSpeed"
+        frame = frame.f_back
+    return frame.f_locals["self"]
+
+
+def _check(engine: Any, size: int) -> None:
+    from deepspeed.utils import groups
+
+    spread = f"The experts are spread over {size} ranks by expert_group, but DeepSpeed"
+    if engine.zero_optimization_partition_weights():
+        raise UserError(
+            f"{spread}'s ZeRO 3 spreads every weight over all ranks; use ZeRO 1 or 2, or give upcycle no expert_group."
+        )
+    others, world = groups._get_data_parallel_world_size(), dist.get_world_size()
+    if others != world:
+        raise UserError(
+            f"{spread} is to average over {others} of {world} ranks (tensor, pipeline or sequence parallelism); use "
+            "data parallelism alone beside them."
+        )
+
+
+def _enter(name: str, group: dist.ProcessGroup) -> None:
+    """Have DeepSpeed take a division of all ranks into groups of experts for its own."""
+    from deepspeed.utils import groups
+
+    for purpose, own in (("PARALLEL", group), ("DATA_PARALLEL", _replicas(group))):
+        getattr(groups, f"_EXPERT_{purpose}_GROUP")[name] = own
+        members = getattr(groups, f"_EXPERT_{purpose}_GROUP_RANKS", {})  # since 0.18
+        members[name] = dist.get_process_group_ranks(own)
+
+
+def _replicas(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The ranks that hold the same experts as this one."""
+    own = dist.get_process_group_ranks(group)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    teams = sorted({tuple(ranks) for ranks in gathered})
+    if sorted(rank for team in teams for rank in team) != [*range(len(gathered))]:
+        raise UserError(f"{len(gathered)} ranks hold experts as the expert_groups {teams}; give upcycle disjoint ones.")
+    if len({len(team) for team in teams}) > 1:
+        raise UserError(f"The expert_groups {teams} are of different sizes; give upcycle groups of one size.")
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    timeout = group._get_backend(device).options._timeout
+    made: list[Any] = [
+        dist.new_group(list(ranks), timeout=timeout) for ranks in zip(*teams, strict=True)
+    ]  # every rank makes all
+    return made[own.index(dist.get_rank())]
+
+
+def _take_over(engine: Any) -> None:
+    """Replace what an engine does wrong with spread experts."""
+
+    def configure_optimizer(optimizer: Any, parameters: list[Any]) -> None:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            divide_groups(optimizer.param_groups, engine.client_lr_scheduler)
+        if parameters and not isinstance(parameters[0], dict):
+            parameters = [{"params": parameters}]
+        divide_groups(parameters)
+        type(engine)._configure_optimizer(engine, optimizer, parameters)
+
+    engine._configure_optimizer = configure_optimizer
+    clip_by_true_norm(engine)
+    for name, what in _REFUSED.items():
+        setattr(engine, name, partial(_refuse, f"{what} is not right for them; use ZeRO 2"))
+    for name in _FILES:
+        what = f"{name} knows one rank's alone; use unifmoe_dist.full_state_dict and load_full_state_dict"
+        setattr(engine, name, partial(_refuse, what))
+
+
+def clip_by_true_norm(engine: Any) -> None:
+    """Have an engine without ZeRO clip by the norm of all ranks' gradients, and remember it.
+
+    DeepSpeed's own averages the ranks' norms, and each rank sees only its own experts. With ZeRO 1 and 2 its norm sums
+    the squares of all partitions over all ranks, which counts every expert once.
+    """
+    groups = engine.__dict__.get("expert_groups", {})
+
+    def clip_fp32_gradients() -> None:
+        engine._global_grad_norm = clip(engine.module.parameters(), engine.gradient_clipping(), groups)
+
+    engine.clip_fp32_gradients = clip_fp32_gradients
+
+
+def _refuse(why: str, *_: Any, **__: Any) -> NoReturn:
+    raise UserError(f"The experts are spread over ranks by expert_group, and DeepSpeed's {why}.")
+
+
+def divide_groups(groups: list[dict[str, Any]], schedule: Any = None) -> None:
+    """Give marked parameters groups of their own, behind all others, in an optimiser's groups; in place.
+
+    A schedule of learning rates that was made before keeps lists of one entry for each group; they grow alike.
+    """
+    sources = []
+    for number, group in enumerate([*groups]):
+        spread = [p for p in group["params"] if is_spread(p)]
+        if spread:
+            own = {**group, "params": spread, "moe": True, "name": getattr(spread[0], "group_name", None)}
+            rest = [p for p in group["params"] if not is_spread(p)]
+            if rest:
+                group["params"] = rest
+                group.pop("param_names", None)
+                own.pop("param_names", None)
+                groups.append(own)
+                sources.append(number)
+            else:
+                group.update(own)
+    for values in vars(schedule).values() if isinstance(schedule, torch.optim.lr_scheduler.LRScheduler) else ():
+        if isinstance(values, list) and len(values) == len(groups) - len(sources):
+            values.extend([values[number] for number in sources])
+
+
+@torch.no_grad()
+def clip(parameters: Iterable[nn.Parameter], max_norm: float, expert_groups: Mapping[str, dist.ProcessGroup]) -> Tensor:
+    """Scale all gradients so that their global norm is at most `max_norm`; collective. Returns the norm before.
+
+    Gradients are averaged over replicas already. Every expert counts once, wherever it lives: dense gradients are the
+    same on every rank; those of spread experts are summed over the ranks of their group, which hold every expert once.
+    """
+    trained: list[Any] = [p for p in parameters if p.grad is not None]
+    squares: dict[str | None, Tensor] = {
+        name: torch.zeros((), device=trained[0].device) for name in (None, *expert_groups)
+    }
+    for parameter in trained:
+        name = parameter.group_name if is_spread(parameter) else None
+        squares[name] += torch.linalg.vector_norm(parameter.grad.float()).square()
+    for name, group in expert_groups.items():
+        dist.all_reduce(squares[name], group=group)
+    norm = torch.stack([*squares.values()]).sum().sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in trained:
+        parameter.grad.mul_(scale.to(parameter.grad.dtype))
+    return norm

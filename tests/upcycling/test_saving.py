@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.support.families import FAMILIES
 from tests.support.small_models import TEXT, VISION, B, K, assert_same, build, inputs, logits, moved
@@ -175,6 +177,24 @@ def test_from_pretrained_rebuilds_the_layers(family: str, tmp_path, caplog):
     again.save_pretrained(tmp_path / "again")  # and once more
     twice = type(model).from_pretrained(tmp_path / "again")
     assert torch.equal(logits(copy.deepcopy(twice), batch), expected)
+
+
+def test_folders_of_another_version_of_transformers_load(tmp_path):
+    """Versions 4 and 5 have ViT's FFNs in different places; each loads what the other saved, and saves its own."""
+    model, batch = moved(upcycle(build("vit"), [0, 2], K, B)), inputs("vit")
+    model.save_pretrained(tmp_path)
+    own = next(iter(moe_layers(model))).rpartition(".")[2]
+    other = {"mlp": "intermediate", "intermediate": "mlp"}[own]
+    weights = load_file(tmp_path / "model.safetensors")
+    renamed = {re.sub(rf"\.{own}\.(?=experts|shared|router|usage)", f".{other}.", n): t for n, t in weights.items()}
+    assert renamed.keys() != weights.keys()
+    save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+    for folder in (tmp_path, tmp_path / "again"):
+        again, report = type(model).from_pretrained(folder, output_loading_info=True)
+        assert not any(report.values())
+        torch.testing.assert_close(logits(again, batch), logits(model, batch))
+        again.save_pretrained(tmp_path / "again")
+    assert load_file(tmp_path / "again/model.safetensors").keys() == weights.keys()
 
 
 def test_config_carries_the_layers_without_touching_dense_twins():

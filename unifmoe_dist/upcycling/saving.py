@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import re
 import warnings
 from collections import OrderedDict
 from functools import wraps
@@ -27,6 +28,9 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling.convert import convert, layer_maker, moe_layers, saved_arguments
 from unifmoe_dist.upcycling.families import find_adapter, wrapped_model
 
+_PLACES = ("mlp", "intermediate.dense", "intermediate")
+"""Where ViT, DeiT, BEiT and Swin have the FFN of a transformer layer in Transformers 5, and where they had it in 4."""
+_EXPERTS = re.compile(r"\.experts\.keys$")
 KEY = "unif_moe"
 """What a saved model's configuration tells of its upcycling, one entry per call."""
 _MARK = ", in UniF-MoE layers: call unifmoe_dist.enable_from_pretrained() first"
@@ -63,6 +67,11 @@ def enable_from_pretrained() -> None:
     def from_pretrained(cls: type, *args: Any, **options: Any) -> Any:
         wanted = options.pop("output_loading_info", False)
         model, report = load.__func__(cls, *args, output_loading_info=True, **options)
+        if "key_mapping" not in options and (names := _places_of_another_version(model, report)):
+            kept = vars(model).get("_weight_conversions")
+            model, report = load.__func__(cls, *args, output_loading_info=True, key_mapping=names, **options)
+            if kept is not None:  # Transformers 5 would undo the mapping in what it saves
+                model._weight_conversions = kept
         _check_loaded(model, report, args[0] if args else options.get("pretrained_model_name_or_path"))
         return (model, report) if wanted else model
 
@@ -205,14 +214,11 @@ def _check_loaded(model: nn.Module, report: dict[str, Any], source: Any) -> None
         UserError: weights of layers of experts were missing or of another shape, so what they hold is no number at all;
             or the folder has such layers where the model has dense FFNs, which nothing has filled.
     """
-    absent = [*report.get("missing_keys", ()), *report.get("mismatched_keys", ())]
-    absent = [key if isinstance(key, str) else key[0] for key in absent]
-    for name in moe_layers(model):
-        if any(key.startswith(f"{name}.") for key in absent):
-            raise UserError(
-                f"{source} has no weights for the layer of experts {name} that the configuration notes; to start from "
-                "dense weights, load them with their own configuration and call upcycle."
-            )
+    for name in _without_weights(model, report):
+        raise UserError(
+            f"{source} has no weights for the layer of experts {name} that the configuration notes; to start from "
+            "dense weights, load them with their own configuration and call upcycle."
+        )
     unexpected = set(report.get("unexpected_keys", ()))
     places = {name for name, _ in model.named_modules()}
     for key in sorted(unexpected):
@@ -224,6 +230,24 @@ def _check_loaded(model: nn.Module, report: dict[str, Any], source: Any) -> None
                 f"{type(model).__name__} tells, so its weights would be lost; load it with the class and configuration "
                 "that it was saved with, and let a class of your own call upcycle on its body in its __init__."
             )
+
+
+def _without_weights(model: nn.Module, report: dict[str, Any]) -> list[str]:
+    """Names of the layers of experts of which some weights were not found."""
+    absent = [*report.get("missing_keys", ()), *report.get("mismatched_keys", ())]
+    absent = [key if isinstance(key, str) else key[0] for key in absent]
+    return [name for name in moe_layers(model) if any(key.startswith(f"{name}.") for key in absent)]
+
+
+def _places_of_another_version(model: nn.Module, report: dict[str, Any]) -> dict[str, str] | None:
+    """A `key_mapping` for layers of experts that another version of Transformers has elsewhere in the model."""
+    lacking = _without_weights(model, report)
+    places = {re.split(r"\.\d+\.", name)[-1] for name in lacking}
+    if len(places) != 1 or not places <= {*_PLACES} or not any(map(_EXPERTS.search, report.get("unexpected_keys", ()))):
+        return None
+    parts = {name.partition(".")[0] for name in model.get_submodule(lacking[0]).state_dict()}
+    others = "|".join(map(re.escape, _PLACES))
+    return {rf"\.({others})\.(?=({'|'.join(sorted(parts))})\b)": f".{places.pop()}."}
 
 
 # -- what the configuration tells -------------------------------------------------------------------------------------

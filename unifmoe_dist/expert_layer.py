@@ -12,13 +12,15 @@ from torch import Tensor, nn
 
 from unifmoe_dist.config import ExpertLayerConfig
 from unifmoe_dist.dispatch import make_dispatcher
+from unifmoe_dist.eager import not_compiled
 from unifmoe_dist.engines import introduce
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.expert_share import ExpertGroup, ExpertShare, as_group, note_parameters
 from unifmoe_dist.experts import FFN, BlockExperts
 from unifmoe_dist.kernels import HiddenDropout
 from unifmoe_dist.lending import bare
-from unifmoe_dist.replicas import mark_parts, refuse_replicated
-from unifmoe_dist.usage import Usage
+from unifmoe_dist.replicas import data_parallel, leave_bank_alone
+from unifmoe_dist.usage import Usage, recomputing
 
 Config = TypeVar("Config", bound=ExpertLayerConfig)
 
@@ -84,9 +86,10 @@ class ExpertLayer(nn.Module, Generic[Config]):
     rank_sums: ClassVar[tuple[str, ...]] = ()
     """Names of buffers to which every rank adds what its own tokens give."""
 
-    def __init__(self, config: Config, expert_group: dist.ProcessGroup | None = None, dispatcher: str = "auto") -> None:
+    def __init__(self, config: Config, expert_group: ExpertGroup = None, dispatcher: str = "auto") -> None:
         super().__init__()
         self.config = config
+        expert_group = as_group(expert_group)
         group_size = 1 if expert_group is None else dist.get_world_size(expert_group)
         if group_size < 1:
             raise UserError("this rank does not belong to expert_group; give every rank the group that it is in.")
@@ -99,9 +102,9 @@ class ExpertLayer(nn.Module, Generic[Config]):
         self.num_local_experts = local
         self.first_expert = local * (0 if expert_group is None else dist.get_rank(expert_group))
         self.experts = self._make_experts(local)
-        self._spread = group_size > 1
-        if self._spread:
-            self.experts.register_state_dict_post_hook(mark_parts)
+        if expert_group is not None and group_size > 1:
+            self.experts.share = ExpertShare(expert_group, self.first_expert, local, config.num_experts)
+            leave_bank_alone(self.experts)
         self.dispatcher = make_dispatcher(dispatcher, expert_group)
         self.usage = Usage()
         self.auxiliary_weight = 0.0
@@ -141,8 +144,8 @@ class ExpertLayer(nn.Module, Generic[Config]):
                 are spread over ranks inside DDP, FSDP or the like, which would treat them as copies of each other.
         """
         self._check_shapes(x, token_mask)
-        if self._spread:
-            refuse_replicated(self.experts)
+        if bare(self.experts).share is not None:
+            self._look_around(x.dtype)
         tokens = x.reshape(-1, x.shape[-1])
         if token_mask is not None:
             token_mask = token_mask.reshape(-1).to(device=x.device, dtype=torch.bool)
@@ -151,6 +154,14 @@ class ExpertLayer(nn.Module, Generic[Config]):
         kept = token_mask.nonzero().squeeze(1)
         output = self._apply_to_tokens(tokens.index_select(0, kept)).to(x.dtype)
         return torch.zeros_like(tokens).index_copy(0, kept, output).view(x.shape)
+
+    @not_compiled
+    def _look_around(self, dtype: torch.dtype) -> None:
+        """Note what averages gradients around this forward pass of spread experts, or refuse it."""
+        if not recomputing():  # which happens outside of what was around
+            bank = bare(self.experts)
+            bank.around = data_parallel(self, self.experts, dtype)
+            note_parameters(self.experts.parameters(), bank.share)
 
     def _apply_to_tokens(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
         """Outputs of (N, model_dim) tokens; a mask is given only where `_masks_in_place` holds."""

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.lending import Lender
-from unifmoe_dist.replicas import unmarked
+from unifmoe_dist.expert_gradients import DataParallel, averaged
+from unifmoe_dist.expert_share import ExpertShare, part_of
+from unifmoe_dist.lending import Lender, is_dtensor
 
 BIASES = ("key_bias", "value_bias", "gate_key_bias")
 """Parameters of `BlockExperts` in one dimension: (E * H,), (E * D,) and (E * H,)."""
@@ -64,6 +65,10 @@ class BlockExperts(Lender):
     """
 
     main = ("keys", 3)
+    share: ExpertShare | None = None
+    """Which of the layer's experts these are, where others are on other ranks."""
+    around: DataParallel | None = None
+    """What averages gradients around a forward pass of such a share."""
 
     def __init__(
         self,
@@ -99,15 +104,20 @@ class BlockExperts(Lender):
             self.load(index, *weights)
 
     def weights(self) -> ExpertWeights:
+        names = ("keys", "values", "key_bias", "value_bias", "gate_keys", "gate_key_bias")
+        tensors = [getattr(self, name) for name in names]
+        if self.share is not None and self.around is not None:
+            tensors = averaged(tensors, self.share, self.around)
+        keys, values, key_bias, value_bias, gate_keys, gate_key_bias = tensors
         return ExpertWeights(
-            self.keys,
-            self.values,
-            self.by_expert(self.key_bias),
-            self.by_expert(self.value_bias),
+            keys,
+            values,
+            self.by_expert(key_bias),
+            self.by_expert(value_bias),
             self.num_blocks,
             self.activation,
-            self.gate_keys,
-            self.by_expert(self.gate_key_bias),
+            gate_keys,
+            self.by_expert(gate_key_bias),
             self.training,
         )
 
@@ -127,15 +137,28 @@ class BlockExperts(Lender):
             if bias is not None:
                 setattr(self, name, nn.Parameter(bias.detach().view(self.keys.shape[0], -1), bias.requires_grad))
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
-        """Biases of either shape are taken, and the marks of spread experts are taken off (assign=True keeps them)."""
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Spread experts stand there as DTensors; with `keep_vars` parameters are what they are."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.share is None or keep_vars:
+            return
         for name in self._parameters:
-            if prefix + name in state_dict:
-                state_dict[prefix + name] = unmarked(state_dict[prefix + name])
-        for name in BIASES:
-            if getattr(self, name) is not None and prefix + name in state_dict:
-                state_dict[prefix + name] = bias_like(state_dict[prefix + name], getattr(self, name))
-        super()._load_from_state_dict(state_dict, prefix, *more)
+            if prefix + name in destination:
+                destination[prefix + name] = self.share.spread(destination[prefix + name])
+        if hasattr(destination, "_metadata"):
+            destination._metadata[prefix[:-1]] |= self.share.metadata()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, *more: Any) -> None:
+        """Biases of either shape are taken, and of all experts those that are held here."""
+        for name, own in self._parameters.items():
+            key = prefix + name
+            if own is None or key not in state_dict or is_dtensor(own):  # FSDP 2 takes what it has saved
+                continue
+            saved = state_dict[key]
+            if name in BIASES and own.ndim < saved.ndim:
+                saved = saved.reshape(-1)
+            state_dict[key] = bias_like(part_of(saved, own.shape[0], self.share, metadata), own)
+        super()._load_from_state_dict(state_dict, prefix, metadata, *more)
 
     @torch.no_grad()
     def load(

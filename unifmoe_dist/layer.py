@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -12,6 +11,7 @@ from unifmoe_dist.dispatch import limit_load
 from unifmoe_dist.eager import called_by, not_compiled
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import ExpertLayer
+from unifmoe_dist.expert_share import ExpertGroup
 from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.kernels import block_ffn, masks_in_place, route_tokens, shared_and_residual_ffn
 from unifmoe_dist.lending import bare
@@ -47,9 +47,7 @@ class UniFMoELayer(ExpertLayer[UniFMoEConfig]):
     replicated = ("shared",)
     reentrant_under_ddp = False
 
-    def __init__(
-        self, config: UniFMoEConfig, expert_group: dist.ProcessGroup | None = None, dispatcher: str = "auto"
-    ) -> None:
+    def __init__(self, config: UniFMoEConfig, expert_group: ExpertGroup = None, dispatcher: str = "auto") -> None:
         super().__init__(config, expert_group, dispatcher)
         self.router = Router(config.model_dim, config.num_experts, RouterPolicies.of(config))
         self.shared: BlockExperts = self._make_experts(1)

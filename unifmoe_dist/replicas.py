@@ -1,98 +1,96 @@
-"""Experts that are spread over ranks are no replicas: refusing what would take them for such.
+"""Experts that are spread over ranks are no replicas: what wraps a model leaves them alone, or is refused.
 
-DDP and FSDP give every rank the first rank's experts, or average their gradients over ranks that hold others; a
-distributed checkpoint keeps one rank's part under each name.
+DDP and FSDP 2 hear of it before they start; engines of DeepSpeed, in `engines`. FSDP 1, and DDP around a module that was
+not marked, would give every rank the first rank's experts, or average gradients over ranks that hold others.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.nn.parallel import DistributedDataParallel
 
 from unifmoe_dist.eager import not_compiled
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.expert_gradients import DataParallel
+from unifmoe_dist.lending import is_dtensor
+
+
+class _Ignored:
+    """Names of parameters and buffers that DDP leaves alone in a module, as they are when it asks.
+
+    They change after `upcycle`: wrappers of activation checkpointing and adapters put themselves into names.
+    """
+
+    def __init__(self, module: nn.Module, names: Callable[[nn.Module], Iterable[str]], others: Iterable[str]) -> None:
+        self.module, self.names, self.others = module, names, others
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self.others, *self.names(self.module)])
+
+
+def leave_alone(module: nn.Module, names: Callable[[nn.Module], Iterable[str]]) -> None:
+    """Have DDP leave the parameters that `names(module)` names alone, beside those that it leaves alone already."""
+    before = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    others = before.others if isinstance(before, _Ignored) else tuple(before)
+    module._ddp_params_and_buffers_to_ignore = _Ignored(module, names, others)  # type: ignore[assignment]
+    told = set(names(module))
+    for name, parameter in module.named_parameters():
+        if name in told:
+            parameter._ddp_ignored = True  # type: ignore[attr-defined]  # by DDP's mixed precision
+
+
+def leave_bank_alone(bank: nn.Module) -> None:
+    """Have FSDP 2 leave a bank of experts alone, as it does modules that DDP's composable form manages."""
+    setattr(bank, REGISTRY_KEY, OrderedDict(replicate=RegistryItem()))
 
 
 @not_compiled
-def refuse_replicated(experts: nn.Module) -> None:
-    """Refuse a forward pass of a bank of experts, held by this rank alone, inside what keeps ranks' parameters equal.
+def data_parallel(layer: nn.Module, bank: nn.Module, dtype: torch.dtype) -> DataParallel | None:
+    """What averages the gradients around a layer whose bank of experts this rank alone holds; None where nothing does.
+
+    Args:
+        layer: The layer.
+        bank: Its bank of experts, or what adapts that.
+        dtype: Of the tokens that come in.
 
     Raises:
-        UserError: naming it.
+        UserError: it takes ranks' experts for copies of each other.
     """
-    own = list(experts.parameters())
+    own = list(bank.parameters())
     ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
-    if ddp is not None and any(p is q for p in own for q in ddp._module_parameters):
-        raise _refusal("DistributedDataParallel")
-    if any(getattr(module, "_is_fsdp_managed_module", False) for module in experts.modules()):
-        raise _refusal("FSDP")
+    if ddp is not None:
+        if any(p is q for p in own for q in ddp._module_parameters):
+            raise _refusal(
+                "DistributedDataParallel",
+                "call unifmoe_dist.leave_experts_alone on the module that DistributedDataParallel gets",
+            )
+        return DataParallel(own, lambda: [ddp.process_group], ddp.require_backward_grad_sync)
+    if any(getattr(module, "_is_fsdp_managed_module", False) for module in bank.modules()):
+        raise _refusal("FSDP", "use FSDP 2, torch.distributed.fsdp.fully_shard")
+    if any(getattr(module, "_is_fsdp_managed_module", False) for module in layer.modules()):
+        cast = None if torch.is_autocast_enabled(own[0].device.type) else dtype  # its mixed precision casts the rest
+        return DataParallel(own, functools.partial(_fsdp_groups, layer), dtype=cast)
+    return None
 
 
-def _refusal(who: str) -> UserError:
+def _fsdp_groups(layer: nn.Module) -> list[dist.ProcessGroup]:
+    """The dimensions of the mesh over which FSDP 2 shards a layer."""
+    for parameter in layer.parameters():
+        if is_dtensor(parameter):
+            return [parameter.device_mesh.get_group(dim) for dim in range(parameter.device_mesh.ndim)]
+    assert dist.group.WORLD is not None
+    return [dist.group.WORLD]  # kept whole between passes: the default of fully_shard
+
+
+def _refusal(who: str, instead: str) -> UserError:
     return UserError(
         f"The experts are spread over ranks by expert_group, but {who} treats them as copies of each other and trains "
-        "the wrong ones; train with launch/train.py, or give upcycle no expert_group."
+        f"the wrong ones; {instead}, or give upcycle no expert_group."
     )
-
-
-# What a tensor's copies are made with; all else gives plain tensors.
-_COPIES = {
-    Tensor.detach,
-    Tensor.clone,
-    Tensor.to,
-    Tensor.cpu,
-    Tensor.cuda,
-    Tensor.contiguous,
-    Tensor.new_empty,
-    torch.empty_like,
-    torch.clone,
-}
-
-
-class ExpertPart(Tensor):
-    """This rank's part of the experts' weights, in a state_dict.
-
-    It is a tensor like any other, and saved as one, except that a distributed checkpoint does not take it: there every
-    rank's part has the same name, and all but one would be dropped.
-    """
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-        return result.as_subclass(cls) if func in _COPIES and type(result) is Tensor else result
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.detach().clone().requires_grad_(self.requires_grad)
-
-    def __create_write_items__(self, name: str, value: Any) -> Any:
-        raise _no_checkpoint(f"save {name} to")
-
-    def __create_chunk_list__(self) -> Any:
-        raise _no_checkpoint("load experts from")
-
-
-def _no_checkpoint(what: str) -> UserError:
-    return UserError(
-        f"Cannot {what} a distributed checkpoint: the experts are spread over ranks by expert_group, and all but one "
-        "rank's would be lost; save a state_dict() on every rank with torch.save, or train with launch/train.py."
-    )
-
-
-def unmarked(tensor: Any) -> Any:
-    """What a module may take as its parameter: a part is a plain tensor again, anything else stays as it is."""
-    return tensor.as_subclass(Tensor) if type(tensor) is ExpertPart else tensor
-
-
-def mark_parts(module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """State-dict hook of a bank of experts that this rank alone holds."""
-    for name, _ in module.named_parameters(recurse=False):
-        value = state_dict.get(prefix + name)
-        if type(value) is Tensor:
-            state_dict[prefix + name] = value.as_subclass(ExpertPart)

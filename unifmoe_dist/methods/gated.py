@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from unifmoe_dist.expert_layer import Config, ExpertLayer
+from unifmoe_dist.expert_share import ExpertGroup
 from unifmoe_dist.experts import BlockExperts, ExpertWeights
 from unifmoe_dist.kernels import block_ffn
 from unifmoe_dist.profiling import profile_range
@@ -48,7 +48,7 @@ class GatedExpertLayer(ExpertLayer[Config]):
     as in the methods' own code: with them, unlike with the outputs, the number of ranks matters a little.
     """
 
-    def __init__(self, config: Config, expert_group: dist.ProcessGroup | None = None, dispatcher: str = "auto") -> None:
+    def __init__(self, config: Config, expert_group: ExpertGroup = None, dispatcher: str = "auto") -> None:
         super().__init__(config, expert_group, dispatcher)
         self._auxiliary: Tensor | None = None
         self.build()

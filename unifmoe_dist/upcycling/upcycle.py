@@ -7,11 +7,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.expert_layer import ExpertLayer
+from unifmoe_dist.expert_share import ExpertGroup, as_group
 from unifmoe_dist.layer import UniFMoELayer
+from unifmoe_dist.lending import bare
 from unifmoe_dist.methods.registry import UNIF
+from unifmoe_dist.replicas import leave_alone
 from unifmoe_dist.upcycling.convert import convert, layer_maker, moe_layers, noted
 from unifmoe_dist.upcycling.saving import enable_from_pretrained, note
 
@@ -26,7 +29,7 @@ def upcycle(
     *,
     ffns: Mapping[str, Sequence[str]] | None = None,
     method: str = UNIF.name,
-    expert_group: ProcessGroup | None = None,
+    expert_group: ExpertGroup = None,
     dispatcher: str = "auto",
     router_seed: int | None = None,
     **options: Any,
@@ -52,7 +55,9 @@ def upcycle(
             {"blocks.3.mlp": ("fc1", "act", "fc2")}, gated ("gate", "act", "up", "down"); a projection that holds gate
             and up is the first of three. An activation that is no attribute is given by its name. Needed where FFNs are
             not found.
-        expert_group: Ranks that share the residual experts; None keeps all of them here.
+        expert_group: Ranks that share the residual experts, as a process group or one dimension of a DeviceMesh; None
+            keeps all of them here. DistributedDataParallel and `fully_shard` leave such experts alone, and their
+            gradients become means over the data-parallel ranks all the same.
         dispatcher: How tokens reach experts on other ranks: auto, local, alltoall or tutel.
         router_seed: Seed of the new routers; None draws from torch's global generator.
         options: The method's own, by their names in `ModelConfig`, and `hidden_dropout`. UniF-MoE has
@@ -67,11 +72,34 @@ def upcycle(
             num_blocks does not divide; an option that the method does not have, or out of range.
     """
     options.update(num_experts=num_experts, num_blocks=num_blocks)
-    converted = convert(model, layers, layer_maker(method, expert_group, dispatcher, **options), router_seed, ffns)
+    group = as_group(expert_group)
+    converted = convert(model, layers, layer_maker(method, group, dispatcher, **options), router_seed, ffns)
+    leave_experts_alone(model)
     named = {} if ffns is None else {"ffns": {place: list(names) for place, names in ffns.items()}}
-    if note(model, {"layers": converted, **named, **noted(method, options)}, expert_group):
+    if note(model, {"layers": converted, **named, **noted(method, options)}, group):
         enable_from_pretrained()
     return model
+
+
+def leave_experts_alone(module: nn.Module) -> None:
+    """Have DistributedDataParallel leave experts that are spread over ranks alone, in this module's parameters.
+
+    `upcycle` does so for the model that it is given; DistributedDataParallel looks at the module that it is given
+    itself. So a module of one's own around an upcycled model, or an adapter's, is told by this call.
+    """
+    if any(bare(layer.experts).share is not None for layer in _expert_layers(module)):
+        leave_alone(module, _spread_parameters)
+
+
+def _expert_layers(module: nn.Module) -> list[ExpertLayer[Any]]:
+    return [layer for layer in module.modules() if isinstance(layer, ExpertLayer)]
+
+
+def _spread_parameters(module: nn.Module) -> list[str]:
+    """Names of the parameters of banks that are spread over ranks, and of what adapts them."""
+    layers = (layer for layer in _expert_layers(module) if bare(layer.experts).share is not None)
+    spread = {id(parameter) for layer in layers for parameter in layer.experts.parameters()}
+    return [name for name, parameter in module.named_parameters() if id(parameter) in spread]
 
 
 def diversity_loss(model: nn.Module) -> Tensor:

@@ -1,0 +1,165 @@
+"""Gradients of spread experts in other people's loops: means over all data-parallel ranks, as those of every parameter.
+
+The exchange of tokens brings an expert the gradients of its group's tokens, as a sum over the group's P ranks. DDP and
+FSDP 2 leave these parameters alone. So each backward pass divides by P, and at its end the ranks that hold the same
+experts average what they have; of gradients that were averaged before, as in accumulation, the mean is what they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.expert_share import ExpertShare
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """What averages the rest of the model.
+
+    Args:
+        parameters: Those of the bank of experts, and of what adapts it.
+        groups: Finds the process groups that together join all data-parallel ranks, one for each dimension of a mesh;
+            called after a backward pass.
+        averages: Whether this backward pass ends with averaged gradients; false inside DDP's `no_sync`.
+        dtype: What the rest of the model computes in, where that is not the parameters' own; else None.
+    """
+
+    parameters: Sequence[nn.Parameter]
+    groups: Callable[[], Sequence[dist.ProcessGroup]]
+    averages: bool = True
+    dtype: torch.dtype | None = None
+
+
+def averaged(weights: Sequence[Tensor | None], share: ExpertShare, around: DataParallel) -> list[Tensor | None]:
+    """Weights of spread experts as they compute; their gradients, and those of what they are made of, become means."""
+    given = [weight for weight in weights if weight is not None]
+    size, then = dist.get_world_size(share.group), functools.partial(_finish, share, around)
+    made = iter(_Averaged.apply(size, then, around.dtype, *given))
+    return [None if weight is None else next(made) for weight in weights]
+
+
+class _Averaged(torch.autograd.Function):
+    """Weights as they are; backward divides their gradients by `size`, and calls `then` when it ends."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, size: int, then: Callable[[], None], dtype: torch.dtype | None, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.size, ctx.then, ctx.dtype = size, then, weights[0].dtype
+        return tuple(
+            weight.view_as(weight) if dtype in (None, weight.dtype) else weight.to(dtype) for weight in weights
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        torch.autograd.Variable._execution_engine.queue_callback(ctx.then)
+        return None, None, None, *(None if grad is None else grad.to(ctx.dtype) / ctx.size for grad in grads)
+
+
+@torch.no_grad()
+def _finish(share: ExpertShare, around: DataParallel) -> None:
+    """Average gradients over the ranks that hold the same experts; collective over these."""
+    trained = [p for p in around.parameters if p.grad is not None]
+    grads: list[Tensor] = [p.grad for p in trained]  # type: ignore[misc]
+    replicas = _replicas(share, around.groups()) if around.averages and grads else None
+    if replicas is not None:
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        dist.all_reduce(flat, group=replicas)
+        flat /= dist.get_world_size(replicas)
+        for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(mean.view_as(grad))
+    for parameter, grad in zip(trained, grads, strict=True):
+        parameter.grad = grad.as_subclass(ExpertGradient)
+        parameter.grad.group = share.group
+
+
+# Of a group of experts: the ranks with the same experts as this one, by data-parallel ranks.
+_replica_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]
+_replica_groups = weakref.WeakKeyDictionary()
+
+
+def _replicas(share: ExpertShare, groups: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup | None:
+    """The ranks that hold the same experts as this one; None where there is no other. Collective at first use.
+
+    Raises:
+        UserError: the data-parallel ranks do not fall into groups of experts.
+    """
+    places = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
+    own = dist.get_process_group_ranks(share.group)
+    if len(groups) == 1 and places == set(own):
+        return None
+    known = _replica_groups.setdefault(share.group, {})
+    key = tuple(sorted(places))
+    if key not in known:
+        held = [own]
+        for group in groups:
+            gathered: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(gathered, held, group=group)
+            held = [ranks for part in gathered for ranks in part]
+        teams = sorted({tuple(ranks) for ranks in held})
+        ranks = [rank for team in teams for rank in team]
+        if len(ranks) != len(held) or {len(team) for team in teams} != {len(own)}:
+            raise UserError(
+                f"{len(held)} data-parallel ranks hold experts in groups {teams}, which must be disjoint, of one size, "
+                "and of data-parallel ranks alone; give upcycle such groups."
+            )
+        place = own.index(dist.get_rank())
+        members = [team[place] for team in teams]
+        known[key] = dist.new_group(members, use_local_synchronization=True)  # type: ignore[assignment]
+    return known[key] if dist.get_world_size(known[key]) > 1 else None
+
+
+# -- what others do with gradients ------------------------------------------------------------------------------------
+
+
+class ExpertGradient(Tensor):
+    """A gradient of spread experts, in `.grad`: a tensor like any other, except that its norm is that of all ranks.
+
+    torch.nn.utils.clip_grad_norm_, and Accelerate, Lightning and Trainer that call it, would give every rank another
+    norm, scale the replicated weights' gradients differently, and so train replicas apart. Likewise a GradScaler would
+    skip a step on some ranks alone.
+    """
+
+    group: dist.ProcessGroup
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if func is torch.linalg.vector_norm and _called_from(clip_grad.__file__):
+                return norm_over_ranks(result, args[1] if len(args) > 1 else 2.0, args[0].group)
+            if func is torch._amp_foreach_non_finite_check_and_unscale_:
+                for group in {g.group for g in args[0] if isinstance(g, ExpertGradient)}:
+                    dist.all_reduce(args[1], dist.ReduceOp.MAX, group=group)
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.as_subclass(Tensor).clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+def norm_over_ranks(norm: Tensor, order: float, group: dist.ProcessGroup) -> Tensor:
+    """The norm of what all ranks of a group hold, from that of this rank's part; collective."""
+    if order == float("inf"):
+        dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
+        return norm
+    total = norm**order
+    dist.all_reduce(total, group=group)
+    return total ** (1 / order)
+
+
+def _called_from(file: str) -> bool:
+    return sys._getframe(2).f_code.co_filename == file

@@ -1,0 +1,164 @@
+"""Which experts of a layer this rank holds, and how they stand in files.
+
+Parameters of spread experts are plain tensors, this rank's part alone. In a state_dict they are DTensors, cut along
+their first dimension (experts; in biases experts times width), so distributed checkpoints, which put together what
+ranks hold by offsets, save all of them and cut them anew for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.lending import is_dtensor
+
+ExpertGroup: TypeAlias = dist.ProcessGroup | DeviceMesh | None
+"""Ranks that share a layer's experts: a process group, or one dimension of a mesh; None for this rank alone."""
+_KEY = "experts"  # in a state_dict's metadata: first expert, experts in it, experts of the layer
+
+
+def as_group(group: ExpertGroup) -> dist.ProcessGroup | None:
+    """The process group of one dimension of a mesh; a group as it is.
+
+    Raises:
+        UserError: a mesh of several dimensions.
+    """
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        raise UserError(
+            f"expert_group is a mesh of {group.ndim} dimensions {group.mesh_dim_names}; choose one of them, as in "
+            'mesh["expert"].'
+        )
+    return group.get_group()
+
+
+@dataclass(frozen=True)
+class ExpertShare:
+    """The part of a layer's experts that this rank holds: `count` of `total` from `first` on, among `group`'s ranks."""
+
+    group: dist.ProcessGroup
+    first: int
+    count: int
+    total: int
+    _meshes: dict[str, DeviceMesh] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertShare:
+        return self  # a process group cannot be copied
+
+    def spread(self, local: Tensor) -> Tensor:
+        """All ranks' experts as one DTensor, over this rank's own memory."""
+        from torch.distributed.tensor import DTensor, Shard
+
+        kind = local.device.type
+        if kind not in self._meshes:
+            device = "cpu" if kind == "meta" else kind
+            self._meshes[kind] = DeviceMesh.from_group(self.group, device, mesh_dim_names=("expert",))
+        return DTensor.from_local(local, self._meshes[kind], [Shard(0)], run_check=False)
+
+    def metadata(self) -> dict[str, list[int]]:
+        """What a state_dict's metadata tells of this part, by which another rank's is known."""
+        return {_KEY: [self.first, self.count, self.total]}
+
+
+def part_of(saved: Any, rows: int, share: ExpertShare | None, metadata: dict[str, Any]) -> Any:
+    """What this rank takes of a saved tensor: its `rows` of the whole's, along the first dimension; else all of it.
+
+    Raises:
+        UserError: the tensor is another rank's part.
+    """
+    held = metadata.get(_KEY)
+    if share is not None and held and held != [share.first, share.count, share.total]:
+        raise UserError(
+            f"This state_dict holds {held[1]} of {held[2]} experts, from number {held[0]} on, but this rank holds "
+            f"{share.count} from number {share.first} on; load each rank's own, or save with "
+            "unifmoe_dist.full_state_dict or torch.distributed.checkpoint."
+        )
+    if is_dtensor(saved):
+        ranks = saved.device_mesh.size()
+        own = ranks == 1 or (share is not None and ranks * share.count == share.total)
+        saved = saved.to_local() if own else _whole(saved)
+    if share is not None and isinstance(saved, Tensor) and saved.ndim:
+        size = saved.shape[0] // share.total
+        if size * share.count == rows and size * share.total == saved.shape[0]:
+            return saved[size * share.first : size * (share.first + share.count)]
+    return saved
+
+
+def _whole(saved: Any) -> Tensor:
+    try:
+        return saved.full_tensor()
+    except RuntimeError as error:  # the ranks that hold the rest are not here
+        raise UserError(
+            f"This state_dict holds one rank's part of experts that are spread over {saved.device_mesh.size()} ranks; "
+            "save it with unifmoe_dist.full_state_dict or torch.distributed.checkpoint."
+        ) from error
+
+
+# -- the optimiser's state --------------------------------------------------------------------------------------------
+
+_seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def note_parameters(parameters: Iterable[nn.Parameter], share: ExpertShare) -> None:
+    """Tell optimisers, at their next step, which parameters are a share: their state stands in files as these do."""
+    for parameter in parameters:
+        parameter.expert_share = share  # type: ignore[attr-defined]
+    _before_steps()
+
+
+@functools.cache
+def _before_steps() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if optimizer in _seen:
+        return
+    _seen.add(optimizer)
+    if shares := _shares(optimizer):
+        optimizer.register_state_dict_post_hook(_spread_state)
+        optimizer.register_load_state_dict_pre_hook(_own_state)
+        for parameter, share in shares.values():  # what was loaded before this first step
+            state = optimizer.state.get(parameter, {})
+            state.update(_taken(state, parameter, share))
+
+
+def _shares(optimizer: torch.optim.Optimizer) -> dict[int, tuple[nn.Parameter, ExpertShare]]:
+    """Parameters that are shares of experts, by their number in the optimiser's state_dict."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {i: (p, p.expert_share) for i, p in enumerate(parameters) if hasattr(p, "expert_share")}
+
+
+def _spread_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    def spread(value: Any, parameter: nn.Parameter, share: ExpertShare) -> Any:
+        by_expert = isinstance(value, Tensor) and value.ndim and value.shape[0] == parameter.shape[0]
+        return share.spread(value) if by_expert else value
+
+    state = dict(saved["state"])
+    for number, (parameter, share) in _shares(optimizer).items():
+        if number in state:
+            state[number] = {key: spread(value, parameter, share) for key, value in state[number].items()}
+    return {**saved, "state": state}
+
+
+def _own_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    state = dict(saved["state"])
+    for number, (parameter, share) in _shares(optimizer).items():
+        if number in state:
+            state[number] = _taken(state[number], parameter, share)
+    return {**saved, "state": state}
+
+
+def _taken(state: dict[str, Any], parameter: nn.Parameter, share: ExpertShare) -> dict[str, Any]:
+    return {key: part_of(value, parameter.shape[0], share, {}) for key, value in state.items()}

@@ -1,0 +1,119 @@
+"""For training loops of one's own whose experts are spread over ranks, on DDP, FSDP 2 or neither: files and clipping.
+
+Distributed checkpoints need nothing of it: `model.state_dict()` and an optimiser's tell them which experts are whose.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.expert_gradients import norm_over_ranks
+from unifmoe_dist.lending import bare, is_dtensor
+from unifmoe_dist.upcycling import moe_layers
+
+
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` by the norm of all ranks' gradients, every expert's once; collective.
+
+    Args:
+        model: With plain parameters, or sharded by FSDP 2; experts may be spread over ranks.
+        max_norm: The largest norm that the gradients may have.
+        norm_type: p of the p-norm; may be `inf`.
+        error_if_nonfinite: Whether a norm that is no finite number raises.
+
+    Returns:
+        The norm before, a scalar, the same on all ranks.
+    """
+    groups: dict[int, dist.ProcessGroup] = {}
+    for layer in moe_layers(model).values():
+        if (share := bare(layer.experts).share) is not None:
+            groups |= {id(parameter): share.group for parameter in layer.experts.parameters()}
+    kinds: dict[Any, list[nn.Parameter]] = defaultdict(list)  # by group of experts, by FSDP's mesh, and all others
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            mesh = parameter.device_mesh if is_dtensor(parameter) else None
+            kinds[groups.get(id(parameter), mesh)].append(parameter)
+    norms = [_norm(kind, [p.grad for p in of_kind], norm_type) for kind, of_kind in kinds.items()]
+    total = get_total_norm(norms, norm_type, error_if_nonfinite)
+    for of_kind in kinds.values():
+        clip_grads_with_norm_(of_kind, max_norm, total)
+    return total
+
+
+def _norm(kind: Any, grads: list[Any], order: float) -> Tensor:
+    if isinstance(kind, dist.ProcessGroup):
+        own = get_total_norm([grad.as_subclass(Tensor) for grad in grads], order)
+        return norm_over_ranks(own, order, kind)
+    norm = get_total_norm(grads, order)
+    return norm.full_tensor() if is_dtensor(norm) else norm
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The whole model's `state_dict` on the CPU, as if on one rank: for `torch.save`, or safetensors; collective.
+
+    Names are those of the bare model, below DistributedDataParallel, FSDP 2 and torch.compile.
+
+    Returns:
+        On rank 0 the state, on other ranks nothing.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+@torch.no_grad()
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None) -> None:
+    """Load what `full_state_dict` gave, or the state of a model on one rank, whatever the ranks here; collective.
+
+    Args:
+        model: As `full_state_dict` takes it.
+        state: The state on rank 0; what other ranks give is not read.
+
+    Raises:
+        UserError: names or shapes are not those of the model.
+    """
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+    from torch.distributed.tensor import distribute_tensor
+
+    own: dict[str, Any] = get_model_state_dict(model)
+    _compare({name: tuple(value.shape) for name, value in own.items() if isinstance(value, Tensor)}, state)
+    for name, value in own.items():
+        if not isinstance(value, Tensor):
+            continue
+        whole = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        if state is not None and _rank() == 0:
+            whole.copy_(state[name])
+        if dist.is_initialized():
+            dist.broadcast(whole, 0)
+        if is_dtensor(value):
+            whole = distribute_tensor(whole, value.device_mesh, value.placements, src_data_rank=None)
+        value.copy_(whole)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _compare(own: dict[str, tuple[int, ...]], state: Mapping[str, Any] | None) -> None:
+    """Raise UserError on all ranks where rank 0's state is not that of such a model."""
+    message: list[str | None] = [None]
+    if _rank() == 0:
+        given = {name: tuple(value.shape) for name, value in (state or {}).items() if isinstance(value, Tensor)}
+        for name in [*own, *given]:
+            if own.get(name) != given.get(name):
+                message = [f"{name} has shape {given.get(name)} in the state, but {own.get(name)} in the model"]
+                break
+    if dist.is_initialized():
+        dist.broadcast_object_list(message, 0)
+    if message[0] is not None:
+        raise UserError(f"{message[0]}; load a state of the same model, upcycled in the same way.")

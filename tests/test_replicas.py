@@ -1,23 +1,23 @@
-"""Experts spread over ranks are never taken for copies: what would do so is refused in one sentence."""
+"""Experts spread over ranks are never taken for copies: what would do so is told, or refused in one sentence."""
 
 from __future__ import annotations
 
 import copy
-import io
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.ranks import run_ranks
 from tests.support.small_models import B, build, inputs, logits
-from unifmoe_dist import upcycle
+from unifmoe_dist import leave_experts_alone, upcycle
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling import moe_layers
 
@@ -31,55 +31,123 @@ def spread(family: str) -> nn.Module:
     return model
 
 
-def refusals(rank: int, world: int, folder: str) -> bool:
+def first_keys(model: nn.Module) -> nn.Parameter:
+    return next(iter(moe_layers(model).values())).experts.keys
+
+
+class Around(nn.Module):
+    """A module of one's own, such as a LightningModule."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.scale = model, nn.Parameter(torch.ones(()))
+
+    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+        return logits(self.model, batch) * self.scale
+
+
+def wrappers(rank: int, world: int) -> bool:
     torch.manual_seed(1)
     batch = inputs("timm")
-    wrappers = {
-        "DistributedDataParallel": DistributedDataParallel,
-        "FSDP": lambda m: FullyShardedDataParallel(m, use_orig_params=True, device_id=torch.device("cpu")),
-        "FSDP ": fully_shard,
+    refused = {
+        "Distributed.* call unifmoe_dist.leave_experts_alone": lambda m: DistributedDataParallel(Around(m)),
+        "Fully.* use FSDP 2": lambda m: FullyShardedDataParallel(
+            m, use_orig_params=True, device_id=torch.device("cpu")
+        ),
     }
-    for name, wrap in wrappers.items():
-        with pytest.raises(UserError, match=f"spread over ranks by expert_group, but {name.strip()}"):
+    for name, wrap in refused.items():
+        with pytest.raises(UserError, match=f"spread over ranks by expert_group, but {name}"):
             logits(wrap(spread("timm")), batch)
 
-    model = spread("timm")
-    logits(model, batch).sum().backward()  # alone it runs
-    ignored = spread("timm")
-    names = [name for name, _ in ignored.named_parameters() if ".experts." in name]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignored, names)
-    logits(DistributedDataParallel(ignored), batch)  # nor is anything wrong with one that leaves the experts alone
+    logits(spread("timm"), batch).sum().backward()  # alone it runs
+    told = Around(spread("timm"))
+    told._ddp_params_and_buffers_to_ignore = ["scale"]
+    leave_experts_alone(told)
+    ddp = DistributedDataParallel(told)
+    assert "scale" in ddp.parameters_to_ignore
+    for module in (ddp, DistributedDataParallel(spread("timm"))):
+        assert {name for name in module.parameters_to_ignore if name != "scale"} == {
+            name for name, _ in module.module.named_parameters() if ".experts." in name
+        }
+        mine = first_keys(module).detach().clone()
+        module(**batch).sum().backward()
+        assert torch.equal(first_keys(module), mine) and first_keys(module).grad.abs().sum() > 0
 
-    state = model.state_dict()  # what torch raises is no Exception: it goes through to all ranks
-    states = [
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    sharded = fully_shard(spread("timm"), mp_policy=half)
+    output = logits(sharded, batch)
+    output.float().square().sum().backward()
+    assert output.dtype == torch.bfloat16
+    for parameter in next(iter(moe_layers(sharded).values())).experts.parameters():
+        assert parameter.dtype == parameter.grad.dtype == torch.float32 and parameter.grad.isfinite().all()
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "expert"))
+    with pytest.raises(UserError, match=r"a mesh of 2 dimensions \('replica', 'expert'\); choose one of them"):
+        upcycle(build("timm"), [0], 4, B, expert_group=mesh)
+    return True
+
+
+def norms_and_overflows(rank: int, world: int) -> bool:
+    """What torch's clipping and loss scaling find in one rank's experts holds on all."""
+    ddp = DistributedDataParallel(spread("timm"))
+    batch = inputs("timm")
+    logits(ddp, batch).sum().backward()
+    with torch.no_grad():
+        for parameter in ddp.parameters():
+            parameter.grad.zero_()
+        first_keys(ddp).grad[0, 0, 0] = 3.0 + rank
+    for order, norm in ((2.0, 5.0), (1.0, 7.0), (float("inf"), 4.0)):
+        assert torch.nn.utils.get_total_norm([p.grad for p in ddp.parameters()], order).item() == pytest.approx(norm)
+    assert first_keys(ddp).grad.norm().item() == 3.0 + rank  # asked for by one rank alone, nothing waits for others
+    if rank == 1:
+        first_keys(ddp).grad[0, 0, 0] = float("inf")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    before = first_keys(ddp).detach().clone()
+    scaler.step(optimizer)
+    assert torch.equal(first_keys(ddp), before)
+    return True
+
+
+def states(rank: int, world: int, folder: str) -> bool:
+    """Whichever copy of a state is saved, every rank finds its own experts in the checkpoint."""
+    model = spread("timm")
+    state = model.state_dict()
+    copies = [
         state,
         {"model": model},
         copy.deepcopy(state),
         {n: t.cpu().clone() for n, t in state.items()},
         get_model_state_dict(model, options=StateDictOptions(cpu_offload=True)),
     ]
-    for number, saved in enumerate(states):
-        with pytest.raises(BaseException, match="all but one rank's would be lost"):
-            dcp.save(saved, checkpoint_id=str(Path(folder) / f"{number}"))
-    with pytest.raises(BaseException, match="all but one rank's would be lost"):
-        dcp.async_save(state, checkpoint_id=str(Path(folder) / "later")).result()
-
-    buffer = io.BytesIO()  # this rank's own part, plain tensors
-    torch.save(state, buffer)
-    buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=True)
-    assert all(type(t) is Tensor and torch.equal(t, state[name]) for name, t in loaded.items())
     other = spread("timm")
-    for loaded_from in (state, loaded):
+    for number, saved in enumerate(copies):
+        dcp.save(saved, checkpoint_id=str(Path(folder) / f"{number}"))
         with torch.no_grad():
-            first = next(iter(moe_layers(other).values())).experts.keys.zero_()
-        other.load_state_dict(loaded_from)
-        assert type(first) is nn.Parameter and torch.equal(first, next(iter(moe_layers(model).values())).experts.keys)
-    assert torch.equal(logits(other, batch), logits(model, batch))
+            first_keys(other).zero_()
+        given = {"model": other} if "model" in saved else other.state_dict()
+        dcp.load(given, checkpoint_id=str(Path(folder) / f"{number}"))
+        assert torch.equal(first_keys(other), first_keys(model))
+    dcp.async_save(state, checkpoint_id=str(Path(folder) / "later")).result()
+
     other.load_state_dict(state, assign=True)  # parameters like any others, in copies too
     for again in (other, copy.deepcopy(other)):
         assert all(type(p) is nn.Parameter and p.requires_grad for p in again.parameters())
         assert len(list(again.parameters())) == len(list(model.parameters()))
+        assert torch.equal(first_keys(again), first_keys(model))
+
+    optimizer = torch.optim.Adam(model.parameters())
+    logits(DistributedDataParallel(model), inputs("timm")).sum().backward()
+    optimizer.step()
+    resumed = torch.optim.Adam(other.parameters())
+    resumed.load_state_dict(optimizer.state_dict())  # before any step
+    for parameter, twin in zip(model.parameters(), other.parameters(), strict=True):
+        twin.grad = parameter.grad
+    other.load_state_dict(model.state_dict())
+    for each in (optimizer, resumed):
+        each.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
     bert = spread("bert")
     with pytest.raises(UserError, match="spread over 2 ranks"):
@@ -87,5 +155,13 @@ def refusals(rank: int, world: int, folder: str) -> bool:
     return True
 
 
-def test_spread_experts_are_not_taken_for_copies(tmp_path):
-    assert run_ranks(2, refusals, str(tmp_path), timeout=280, fresh=True) == [True, True]
+def test_wrappers():
+    assert run_ranks(2, wrappers, timeout=280) == [True, True]
+
+
+def test_norms_and_overflows():
+    assert run_ranks(2, norms_and_overflows) == [True, True]
+
+
+def test_states(tmp_path):
+    assert run_ranks(2, states, str(tmp_path), timeout=280) == [True, True]

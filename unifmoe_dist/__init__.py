@@ -10,16 +10,27 @@ if TYPE_CHECKING:
     from unifmoe_dist.config import UniFMoEConfig
     from unifmoe_dist.layer import UniFMoELayer
     from unifmoe_dist.optimizers import param_groups
+    from unifmoe_dist.parallel import clip_grad_norm_, full_state_dict, load_full_state_dict
     from unifmoe_dist.routing import Routing
-    from unifmoe_dist.upcycling import diversity_loss, enable_from_pretrained, register_adapter, upcycle
+    from unifmoe_dist.upcycling import (
+        diversity_loss,
+        enable_from_pretrained,
+        leave_experts_alone,
+        register_adapter,
+        upcycle,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
     "Routing",
     "UniFMoEConfig",
     "UniFMoELayer",
+    "clip_grad_norm_",
     "diversity_loss",
     "enable_from_pretrained",
+    "full_state_dict",
+    "leave_experts_alone",
+    "load_full_state_dict",
     "param_groups",
     "register_adapter",
     "upcycle",
@@ -29,8 +40,12 @@ _HOMES = {
     "Routing": "routing",
     "UniFMoEConfig": "config",
     "UniFMoELayer": "layer",
+    "clip_grad_norm_": "parallel",
     "diversity_loss": "upcycling",
     "enable_from_pretrained": "upcycling",
+    "full_state_dict": "parallel",
+    "leave_experts_alone": "upcycling",
+    "load_full_state_dict": "parallel",
     "param_groups": "optimizers",
     "register_adapter": "upcycling",
     "upcycle": "upcycling",
@@ -44,6 +59,7 @@ _MODULES = (
     "kernels",
     "layer",
     "optimizers",
+    "parallel",
     "routing",
     "upcycling",
     "usage",

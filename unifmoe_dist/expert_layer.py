@@ -104,6 +104,7 @@ class ExpertLayer(nn.Module, Generic[Config]):
         self.experts = self._make_experts(local)
         if expert_group is not None and group_size > 1:
             self.experts.share = ExpertShare(expert_group, self.first_expert, local, config.num_experts)
+            note_parameters(self.experts.parameters(), self.experts.share)
             leave_bank_alone(self.experts)
         self.dispatcher = make_dispatcher(dispatcher, expert_group)
         self.usage = Usage()
@@ -161,7 +162,7 @@ class ExpertLayer(nn.Module, Generic[Config]):
         if not recomputing():  # which happens outside of what was around
             bank = bare(self.experts)
             bank.around = data_parallel(self, self.experts, dtype)
-            note_parameters(self.experts.parameters(), bank.share)
+            note_parameters(self.experts.parameters(), bank.share)  # other ones, where they were assigned or copied
 
     def _apply_to_tokens(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
         """Outputs of (N, model_dim) tokens; a mask is given only where `_masks_in_place` holds."""

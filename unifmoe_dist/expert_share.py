@@ -110,10 +110,11 @@ def _whole(saved: Any) -> Tensor:
 _seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
-def note_parameters(parameters: Iterable[nn.Parameter], share: ExpertShare) -> None:
+def note_parameters(parameters: Iterable[nn.Parameter | None], share: ExpertShare) -> None:
     """Tell optimisers, at their next step, which parameters are a share: their state stands in files as these do."""
     for parameter in parameters:
-        parameter.expert_share = share  # type: ignore[attr-defined]
+        if parameter is not None:
+            parameter.expert_share = share  # type: ignore[attr-defined]
     _before_steps()
 
 
@@ -134,10 +135,14 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             state.update(_taken(state, parameter, share))
 
 
-def _shares(optimizer: torch.optim.Optimizer) -> dict[int, tuple[nn.Parameter, ExpertShare]]:
-    """Parameters that are shares of experts, by their number in the optimiser's state_dict."""
+def _shares(
+    optimizer: torch.optim.Optimizer, saved: dict[str, Any] | None = None
+) -> dict[Any, tuple[nn.Parameter, ExpertShare]]:
+    """Parameters that are shares of experts, by their keys in a state_dict: numbers, or names in one of torch's DCP."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return {i: (p, p.expert_share) for i, p in enumerate(parameters) if hasattr(p, "expert_share")}
+    groups = [] if saved is None else saved["param_groups"]
+    keys = [key for group in groups for key in group["params"]] or range(len(parameters))
+    return {k: (p, p.expert_share) for k, p in zip(keys, parameters, strict=False) if hasattr(p, "expert_share")}
 
 
 def _spread_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
@@ -146,17 +151,17 @@ def _spread_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> di
         return share.spread(value) if by_expert else value
 
     state = dict(saved["state"])
-    for number, (parameter, share) in _shares(optimizer).items():
-        if number in state:
-            state[number] = {key: spread(value, parameter, share) for key, value in state[number].items()}
+    for key, (parameter, share) in _shares(optimizer, saved).items():
+        if key in state:
+            state[key] = {name: spread(value, parameter, share) for name, value in state[key].items()}
     return {**saved, "state": state}
 
 
 def _own_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     state = dict(saved["state"])
-    for number, (parameter, share) in _shares(optimizer).items():
-        if number in state:
-            state[number] = _taken(state[number], parameter, share)
+    for key, (parameter, share) in _shares(optimizer, saved).items():
+        if key in state:
+            state[key] = _taken(state[key], parameter, share)
     return {**saved, "state": state}
 
 

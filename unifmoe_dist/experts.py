@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_gradients import DataParallel, averaged
-from unifmoe_dist.expert_share import ExpertShare, part_of
+from unifmoe_dist.expert_share import ExpertShare, note_parameters, part_of
 from unifmoe_dist.lending import Lender, is_dtensor
 
 BIASES = ("key_bias", "value_bias", "gate_key_bias")
@@ -159,6 +159,8 @@ class BlockExperts(Lender):
                 saved = saved.reshape(-1)
             state_dict[key] = bias_like(part_of(saved, own.shape[0], self.share, metadata), own)
         super()._load_from_state_dict(state_dict, prefix, metadata, *more)
+        if self.share is not None:
+            note_parameters(self._parameters.values(), self.share)  # other ones, where they were assigned
 
     @torch.no_grad()
     def load(

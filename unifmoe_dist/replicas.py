@@ -1,12 +1,14 @@
 """Experts that are spread over ranks are no replicas: what wraps a model leaves them alone, or is refused.
 
-DDP and FSDP 2 hear of it before they start; engines of DeepSpeed, in `engines`. FSDP 1, and DDP around a module that was
-not marked, would give every rank the first rank's experts, or average gradients over ranks that hold others.
+DDP and FSDP 2 hear of it before they start, engines of DeepSpeed too (`engines`). FSDP 1, and DDP around a module that
+was not marked, would give every rank the first rank's experts, average gradients over ranks that hold others, or clip
+by another norm on each.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
@@ -16,7 +18,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.nn.parallel import DistributedDataParallel
 
-from unifmoe_dist.eager import not_compiled
+from unifmoe_dist.eager import called_by, not_compiled
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_gradients import DataParallel
 from unifmoe_dist.lending import is_dtensor
@@ -72,8 +74,11 @@ def data_parallel(layer: nn.Module, bank: nn.Module, dtype: torch.dtype) -> Data
                 "call unifmoe_dist.leave_experts_alone on the module that DistributedDataParallel gets",
             )
         return DataParallel(own, lambda: [ddp.process_group], ddp.require_backward_grad_sync)
+    older = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    if older is not None and called_by(lambda code: code.co_filename == older.__file__):
+        raise _refusal("FullyShardedDataParallel", "use FSDP 2, torch.distributed.fsdp.fully_shard")
     if any(getattr(module, "_is_fsdp_managed_module", False) for module in bank.modules()):
-        raise _refusal("FSDP", "use FSDP 2, torch.distributed.fsdp.fully_shard")
+        raise _refusal("fully_shard", "use a release of PyTorch that this package was tested with")
     if any(getattr(module, "_is_fsdp_managed_module", False) for module in layer.modules()):
         cast = None if torch.is_autocast_enabled(own[0].device.type) else dtype  # its mixed precision casts the rest
         return DataParallel(own, functools.partial(_fsdp_groups, layer), dtype=cast)

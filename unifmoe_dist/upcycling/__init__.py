@@ -8,7 +8,7 @@ from unifmoe_dist.upcycling.convert import moe_layers
 from unifmoe_dist.upcycling.dense_ffn import Adapter, DenseFFN
 from unifmoe_dist.upcycling.families import ADAPTERS, register_adapter
 from unifmoe_dist.upcycling.saving import enable_from_pretrained
-from unifmoe_dist.upcycling.upcycle import diversity_loss, upcycle
+from unifmoe_dist.upcycling.upcycle import diversity_loss, leave_experts_alone, upcycle
 
 __all__ = [
     "ADAPTERS",
@@ -16,6 +16,7 @@ __all__ = [
     "DenseFFN",
     "diversity_loss",
     "enable_from_pretrained",
+    "leave_experts_alone",
     "moe_layers",
     "register_adapter",
     "upcycle",

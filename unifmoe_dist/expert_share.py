@@ -24,6 +24,10 @@ from unifmoe_dist.lending import is_dtensor
 
 ExpertGroup: TypeAlias = dist.ProcessGroup | DeviceMesh | None
 """Ranks that share a layer's experts: a process group, or one dimension of a mesh; None for this rank alone."""
+NOT_PICKLABLE = (
+    "a model whose experts are spread over ranks cannot be pickled: this rank holds only a part; save a state_dict() "
+    "on every rank, or train with launch/train.py and run launch/consolidate.py on the result."
+)
 _KEY = "experts"  # in a state_dict's metadata: first expert, experts in it, experts of the layer
 
 
@@ -55,6 +59,9 @@ class ExpertShare:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertShare:
         return self  # a process group cannot be copied
+
+    def __reduce__(self) -> Any:
+        raise UserError(NOT_PICKLABLE)
 
     def spread(self, local: Tensor) -> Tensor:
         """All ranks' experts as one DTensor, over this rank's own memory."""

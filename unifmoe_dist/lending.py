@@ -95,6 +95,11 @@ def is_dtensor(tensor: Any) -> TypeIs[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def here(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that is spread over ranks; else all of it."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
 def _stored(weight: Tensor) -> bool:
     """Whether a tensor's memory has not been taken away."""
     if weight.numel() == 0:

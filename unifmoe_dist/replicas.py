@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.nn.parallel import DistributedDataParallel
 
 from unifmoe_dist.eager import called_by, not_compiled
@@ -50,6 +49,8 @@ def leave_alone(module: nn.Module, names: Callable[[nn.Module], Iterable[str]]) 
 
 def leave_bank_alone(bank: nn.Module) -> None:
     """Have FSDP 2 leave a bank of experts alone, as it does modules that DDP's composable form manages."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+
     setattr(bank, REGISTRY_KEY, OrderedDict(replicate=RegistryItem()))
 
 

@@ -12,6 +12,7 @@ from tests.support.methods import CLOSE, METHODS, OPTIONS, SHAPE, applied, make
 from tests.support.ranks import run_ranks
 from tests.support.sharded import EXCHANGES, held_here
 from unifmoe_dist.expert_layer import AppliedStep
+from unifmoe_dist.lending import here
 from unifmoe_dist.methods import MOE_LAYERS
 
 # -- ranks ------------------------------------------------------------------------------------------------------------
@@ -72,7 +73,7 @@ def sharded_equals_whole(rank, world, dispatcher):
         for name, tensor in layer.state_dict().items():
             expected = whole.state_dict()[name]
             expected = held_here(expected, layer) if name.startswith("experts.") else expected
-            torch.testing.assert_close(tensor, expected, **CLOSE)
+            torch.testing.assert_close(here(tensor), expected, **CLOSE)
     return True
 
 

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from unifmoe_dist.config import DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
+from unifmoe_dist.lending import here
 from unifmoe_dist.runtime.ranks import running_ranks
 from unifmoe_dist.train import checkpoint
 from unifmoe_dist.train.trainer import Trainer
@@ -84,5 +85,5 @@ def _train(world, folder, steps, stop, **options):
             norms.append(float(trainer.engine.get_global_grad_norm() or 0.0))
             if trainer.step % config.eval_every == 0:
                 trainer._save(0.0, better=trainer._validate())
-        weights = {n: t.detach().clone() for n, t in trainer.model.state_dict().items()}
+        weights = {n: here(t).detach().clone() for n, t in trainer.model.state_dict().items()}
         return losses, checkpoint.split_by_expert(trainer.model, weights), norms

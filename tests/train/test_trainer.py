@@ -15,6 +15,7 @@ from tests.support.jobs import environment, free_port, run_job
 from tests.support.ranks import PLOTS, run_ranks
 from tests.support.training import make_config, train
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.lending import here
 from unifmoe_dist.runtime.ranks import Ranks, running_ranks, seed_everything
 from unifmoe_dist.studies.training_plots import draw_finished
 from unifmoe_dist.train import build, checkpoint
@@ -86,7 +87,7 @@ def train_with_ddp(rank, world, folder):
         optimizer.zero_grad()
         schedule.step()
         losses.append(float(ranks.all_sum(loss)) / world)
-    return losses, checkpoint.split_by_expert(model, dict(model.state_dict())), []
+    return losses, checkpoint.split_by_expert(model, {n: here(t) for n, t in model.state_dict().items()}), []
 
 
 def test_deepspeed_equals_plain_ddp(one_rank, tmp_path):

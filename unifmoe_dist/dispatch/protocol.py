@@ -15,11 +15,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-NOT_PICKLABLE = (
-    "a model whose experts are spread over ranks cannot be pickled: this rank holds only a part; save a state_dict() "
-    "on every rank, or train with launch/train.py and run launch/consolidate.py on the result."
-)
-
 
 @dataclass(frozen=True)
 class Arrivals:

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BIASES, bias_like
 from unifmoe_dist.files import flush, publish, save_tensors, sha256, write_text
+from unifmoe_dist.lending import here
 from unifmoe_dist.runtime.ranks import Ranks
 from unifmoe_dist.train import deepspeed
 from unifmoe_dist.train.random_state import random_state, restore_random_state
@@ -144,7 +145,7 @@ def _files(model: nn.Module, engine: Any, ranks: Ranks) -> dict[str, dict[str, T
     places = expert_names(model)
     sharded = set(places) if ranks.expert_group is not None else set()
     states = deepspeed.collect(engine, model)
-    weights = {name: t.detach().cpu() for name, t in model.state_dict().items()}
+    weights = {name: here(t).detach().cpu() for name, t in model.state_dict().items()}
     for name in _rank_sums(model):
         weights[name] = ranks.all_sum(weights[name]).to(weights[name].dtype)
     files: dict[str, dict[str, Tensor]] = {}
@@ -283,7 +284,7 @@ def load_weights(folder: Path, model: nn.Module, start: str = "") -> None:
         UserError: a file is damaged; a tensor is missing or has another shape.
     """
     tensors, places = _Tensors(folder, optimizer=False), expert_names(model)
-    own = model.state_dict()
+    own = {name: here(tensor) for name, tensor in model.state_dict().items()}
     state = {name: _shaped(tensors.read_for(places, name, start), name, own[name]) for name in own}
     resized = {f"{name}.{each}".lstrip(".") for name, layer in moe_layers(model).items() for each in layer.resized}
     for name, tensor in state.items():

@@ -233,6 +233,17 @@ class ExpertLayer(nn.Module, Generic[Config]):
         for bank in self.banks():
             bare(bank).initialise((up_weight, up_bias, down_weight, down_bias, gate_weight, gate_bias))
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Weights of a dense FFN in the layer's place are an error even where others may be missing (strict=False)."""
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        own = {*self._modules, *self._parameters, *self._buffers}
+        given = [name for name in state_dict if name.startswith(prefix)]
+        if given and not any(name.removeprefix(prefix).partition(".")[0] in own for name in given):
+            rest[-1].append(
+                f"{given[0]} belongs to a dense FFN, but {prefix[:-1] or 'it'} is a layer of experts, which would keep "
+                "its own weights; load dense weights first, then upcycle."
+            )
+
     def banks(self) -> list[BlockExperts]:
         """All banks of experts on this rank: those that every rank holds, and this rank's share."""
         return [*(self._locate(name)[0] for name in self.replicated), self.experts]

@@ -8,11 +8,13 @@ import logging
 import re
 import subprocess
 import sys
+from functools import partial
 
 import pytest
+import timm
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, load_model, save_file, save_model
 
 from tests.support.families import FAMILIES
 from tests.support.small_models import TEXT, VISION, B, K, assert_same, build, inputs, logits, moved
@@ -117,6 +119,68 @@ def test_another_process_fails_with_the_remedy_and_loads_with_it(tmp_path):
     failure, layers = result.stdout.splitlines()
     assert failure == "'gelu, in UniF-MoE layers: call unifmoe_dist.enable_from_pretrained() first'"
     assert layers == " ".join(moe_layers(model))
+
+
+@torch.no_grad()
+def test_other_ways_to_keep_a_model(tmp_path):
+    model, batch = moved(upcycle(build("bert"), [0, 2], K, B)), inputs("bert")
+    kind, expected = type(model), logits(model, batch)
+    save_model(model, str(tmp_path / "model.safetensors"))
+    by_file = upcycle(build("bert"), [0, 2], K, B)
+    assert load_model(by_file, str(tmp_path / "model.safetensors")) == (set(), [])
+    torch.save(model, tmp_path / "model.pt")
+    model.save_pretrained(tmp_path / "shards", max_shard_size="40KB")
+    assert len([*(tmp_path / "shards").glob("*.safetensors")]) > 3
+    model.save_pretrained(tmp_path / "state", state_dict=model.state_dict(), variant="mine")
+    found = {
+        "safetensors": by_file,
+        "pickled whole": torch.load(tmp_path / "model.pt", weights_only=False),
+        "shards": kind.from_pretrained(tmp_path / "shards"),
+        "state_dict=, variant=": kind.from_pretrained(tmp_path / "state", variant="mine"),
+        "device_map": kind.from_pretrained(tmp_path / "shards", device_map="cpu"),
+        "low_cpu_mem_usage": kind.from_pretrained(
+            tmp_path / "shards", low_cpu_mem_usage=True, torch_dtype=torch.float32
+        ),
+        "from a state_dict": kind.from_pretrained(None, config=model.config, state_dict=model.state_dict()),
+    }
+    for way, again in found.items():
+        torch.testing.assert_close(logits(again.eval(), batch), expected, msg=lambda m, way=way: f"{way}: {m}")
+    model.bert.save_pretrained(tmp_path / "body")
+    model.save_pretrained(tmp_path / "whole")
+    for folder in ("body", "whole"):
+        body = transformers.AutoModel.from_pretrained(tmp_path / folder, add_pooling_layer=False)
+        assert len(moe_layers(body)) == 2
+        got, want = (m(**batch).last_hidden_state for m in (body, model.bert))
+        torch.testing.assert_close(got, want, msg=lambda m, folder=folder: f"{folder}: {m}")
+    with pytest.raises(UserError, match="has no weights for the layer of experts"):
+        dense = build("bert")
+        dense.save_pretrained(tmp_path / "dense")
+        kind.from_pretrained(tmp_path / "dense", config=model.config, ignore_mismatched_sizes=True)
+
+
+@pytest.mark.parametrize("family", ["timm", "bert", "vit", "distilbert"])
+def test_dense_weights_do_not_pass_by_a_layer_of_experts(family, tmp_path):
+    """Nor those of other experts; and a dense model tells at least whom it asks."""
+    dense, model = build(family), upcycle(build(family), [0, 2], K, B)
+    torch.save(dense.state_dict(), tmp_path / "dense.pth")
+    place = next(iter(moe_layers(model)))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for load in (model.load_state_dict, partial(timm.models.load_checkpoint, model)):
+        given = dense.state_dict() if load == model.load_state_dict else str(tmp_path / "dense.pth")
+        with pytest.raises(
+            RuntimeError, match=rf"{place}\.\S+ belongs to a dense FFN, but {place} is a layer of experts"
+        ):
+            load(given, strict=False)
+    assert_same(
+        {name: tensor for name, tensor in model.state_dict().items() if place in name},
+        {name: tensor for name, tensor in before.items() if place in name},
+    )
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        upcycle(build(family), [0, 2], K + 1, B).load_state_dict(before, strict=False)
+    missing, unexpected = dense.load_state_dict(before, strict=False)
+    assert missing and any(name.startswith(f"{place}.experts") for name in unexpected)
+    missing, unexpected = upcycle(build(family), [0, 2], K, B).load_state_dict(before, strict=False)
+    assert not missing and not unexpected
 
 
 @pytest.mark.parametrize("family", ["bert", "distilbert", "electra", "vit"])

@@ -48,7 +48,7 @@ import unifmoe_dist
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer, diversity_loss, upcycle
 new = sys.modules.keys() - before
 others = {name.partition(".")[0] for name in new} - sys.stdlib_module_names - {"unifmoe_dist"}
-assert others == {"pydantic", "pydantic_core", "annotated_types", "typing_inspection"}, others
+assert others <= {"pydantic", "pydantic_core", "annotated_types", "typing_inspection"}, others
 assert not [name for name in new if name.startswith("torch.")] and len(new) < 150, (len(new), new)
 assert "unifmoe_dist.config.training" not in new  # options of runs, which are many to check
 layer = UniFMoELayer(UniFMoEConfig(8, 16, 4, 4))

@@ -93,7 +93,7 @@ class Usage:
     def update(self, routing: Routing) -> None:
         """Count the tokens of one routing decision; masked ones, which share no block, are left out."""
         if torch.compiler.is_compiling():
-            if not torch.compiler.is_exporting():
+            if not torch.compiler._is_exporting_flag:  # is_exporting() of torch 2.9 is true whatever is compiled
                 self._update_in_graph(self._sums(routing), routing.gates.shape[1])
         else:
             self._update(routing)
@@ -102,7 +102,8 @@ class Usage:
         """As `_add`, in what torch.compile traces; whether the pass is a repeated one is seen when it runs."""
         if self.totals is None or self.totals.device != sums.device:
             self.totals = torch.zeros_like(sums) if self.totals is None else self.totals.to(sums.device)
-        self.num_experts = num_experts
+        if self.num_experts != num_experts:  # torch 2.9 assigns nothing inside checkpointed regions
+            self.num_experts = num_experts
         _add_unless_repeated(self.totals, sums)
 
     @not_compiled

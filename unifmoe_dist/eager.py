@@ -49,6 +49,16 @@ def called_by(matches: Callable[[CodeType], bool]) -> bool:
     return False
 
 
+def exporting() -> bool:
+    """Whether torch.export traces the model now; `torch.compiler.is_exporting` of torch 2.9 means any compilation."""
+    return torch.compiler._is_exporting_flag
+
+
+def exporting_to_onnx() -> bool:
+    """Whether torch.onnx.export traces the model now, to which the operators of this package mean nothing."""
+    return exporting() and torch.onnx.is_in_onnx_export()
+
+
 def in_transform() -> bool:
     """Whether a transform of torch.func (grad, vmap, jvp, ...) wraps tensors now, or forward-mode AD adds tangents.
 

@@ -220,5 +220,5 @@ class BlockExperts(Lender):
     def prototypes(self) -> Tensor:
         """(E, B, D) float32: mean over every block's keys under the activation, without bias, detached."""
         experts, hidden, dim = self.keys.shape
-        keys = self.activated_keys.detach()
-        return keys.view(experts, self.num_blocks, hidden // self.num_blocks, dim).mean(dim=2, dtype=torch.float32)
+        keys = self.activated_keys.detach().float()
+        return keys.view(experts, self.num_blocks, hidden // self.num_blocks, dim).mean(dim=2)

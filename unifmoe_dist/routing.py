@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.lending import Lender, Result, is_dtensor
-from unifmoe_dist.routing_policies import RouterPolicies
+from unifmoe_dist.routing_policies import RouterPolicies, descending
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def route(x_ND: Tensor, weight_KD: Tensor, prototypes_BD: Tensor, policies: Rout
     # How many experts the remainder needs: the k of largest affinity, ties to the lower index.
     affinity_NK = torch.softmax(logits_NK[:, 1:], dim=-1)
     with torch.no_grad():
-        sorted_NK, order_NK = affinity_NK.detach().sort(dim=-1, descending=True, stable=True)
+        sorted_NK, order_NK = descending(affinity_NK.detach())
         expert_count_N = policies.count(sorted_NK, alpha_N.detach())
         first_NK = torch.arange(num_experts, device=x_ND.device) < expert_count_N[:, None]
         active_NK = torch.zeros_like(first_NK).scatter_(1, order_NK, first_NK)

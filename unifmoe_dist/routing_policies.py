@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from unifmoe_dist.config import UniFMoEConfig
+from unifmoe_dist.eager import exporting_to_onnx
 
 DemandPolicy = Callable[[Tensor, int], Tensor]
 OrderPolicy = Callable[[Tensor, Tensor], Tensor]
@@ -40,9 +41,16 @@ class FixedDemand:
         return torch.full_like(logit_N, self.alpha)
 
 
+def descending(scores_NE: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores from the largest, and their indices (N, E); ties to the lower index."""
+    if exporting_to_onnx():  # which has no stable sort, but whose TopK puts the lower index first
+        return tuple(scores_NE.topk(scores_NE.shape[-1]))
+    return tuple(scores_NE.sort(dim=-1, descending=True, stable=True))
+
+
 def prototype_order(x_ND: Tensor, prototypes_BD: Tensor) -> Tensor:
     """(N, B) rank of every block: the prototype that agrees most with the token first, ties to the lower index."""
-    order_NB = (x_ND @ prototypes_BD.T).argsort(dim=-1, descending=True, stable=True)
+    _, order_NB = descending(x_ND @ prototypes_BD.T)
     positions = torch.arange(order_NB.shape[-1], device=order_NB.device).expand_as(order_NB)
     return torch.empty_like(order_NB).scatter_(1, order_NB, positions)
 
@@ -54,8 +62,8 @@ def prefix_order(x_ND: Tensor, prototypes_BD: Tensor) -> Tensor:
 
 def cumulative_count(sorted_NK: Tensor, alpha_N: Tensor) -> Tensor:
     """k of every token: the smallest prefix of the descending affinities whose mass reaches beta = 1 - alpha."""
-    short_NK = ~(sorted_NK.cumsum(-1) >= (1 - alpha_N)[:, None])  # true for NaN as well
-    return (short_NK.long().cumprod(-1).sum(-1) + 1).clamp(max=sorted_NK.shape[1])
+    reached_NK = sorted_NK.cumsum(-1) >= (1 - alpha_N)[:, None]  # false for NaN as well
+    return ((reached_NK.cumsum(-1) == 0).sum(-1) + 1).clamp(max=sorted_NK.shape[1])
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unifmoe_dist.eager import in_transform, not_compiled
+from unifmoe_dist.eager import exporting, in_transform, not_compiled
 from unifmoe_dist.routing import Routing
 
 
@@ -89,17 +89,17 @@ class Usage:
         self.totals: Tensor | None = None
         self.num_experts = 0
 
-    @torch.no_grad()
     def update(self, routing: Routing) -> None:
         """Count the tokens of one routing decision; masked ones, which share no block, are left out."""
-        if torch.compiler.is_compiling():
-            if not torch.compiler._is_exporting_flag:  # is_exporting() of torch 2.9 is true whatever is compiled
-                self._update_in_graph(self._sums(routing), routing.gates.shape[1])
-        else:
+        if not torch.compiler.is_compiling():
             self._update(routing)
+        elif not exporting():
+            self._update_in_graph(routing)
 
-    def _update_in_graph(self, sums: Tensor, num_experts: int) -> None:
-        """As `_add`, in what torch.compile traces; whether the pass is a repeated one is seen when it runs."""
+    @torch.no_grad()
+    def _update_in_graph(self, routing: Routing) -> None:
+        """As `_update`, in what torch.compile traces; whether the pass is a repeated one is seen when it runs."""
+        sums, num_experts = self._sums(routing), routing.gates.shape[1]
         if self.totals is None or self.totals.device != sums.device:
             self.totals = torch.zeros_like(sums) if self.totals is None else self.totals.to(sums.device)
         if self.num_experts != num_experts:  # torch 2.9 assigns nothing inside checkpointed regions
@@ -107,6 +107,7 @@ class Usage:
         _add_unless_repeated(self.totals, sums)
 
     @not_compiled
+    @torch.no_grad()
     def _update(self, routing: Routing) -> None:
         if uncounted() or _tracing(routing.gates):
             return

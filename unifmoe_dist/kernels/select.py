@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unifmoe_dist.eager import in_transform
+from unifmoe_dist.eager import exporting_to_onnx, in_transform
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts, ExpertWeights
 from unifmoe_dist.kernels import self_test
@@ -74,7 +74,7 @@ def block_ffn(
         return triton_block_ffn(x_ND, gates_NE, blocks_NB, weights, options=TritonOptions(**_options), dropout=dropout)
     if _few_rows(x_ND, dropout, weights):
         return few_rows.few_rows_ffn(x_ND, gates_NE, blocks_NB, weights)
-    kernel = reference_block_ffn if _choice == "reference" or in_transform() else grouped_block_ffn
+    kernel = reference_block_ffn if _definition() or in_transform() else grouped_block_ffn
     return kernel(x_ND, gates_NE, blocks_NB, weights, dropout)
 
 
@@ -142,7 +142,12 @@ def route_tokens(x_ND: Tensor, router: Router, shared: BlockExperts, token_mask_
 
 def _in_graph() -> bool:
     """Whether a tracer should see an operator; the definition it can follow itself."""
-    return torch.compiler.is_compiling() and _choice != "reference"
+    return torch.compiler.is_compiling() and not _definition()
+
+
+def _definition() -> bool:
+    """Whether the definition runs: for whom asks for it, and in other runtimes, which know no operator of ours."""
+    return _choice == "reference" or exporting_to_onnx()
 
 
 def masks_in_place(x_ND: Tensor, router: Router, num_blocks: int) -> bool:

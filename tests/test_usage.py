@@ -61,3 +61,23 @@ def test_transforms_of_torch_func_give_the_gradients_and_count_nothing(called_be
     for name, weight in weights.items():
         torch.testing.assert_close(found[name], weight.grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(each, torch.stack([layer(x), layer(2 * x)]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("choices", [dict(), dict(gated=True, activation="silu")], ids=["plain", "gated"])
+def test_forward_mode_and_gradients_per_token_by_torch_func(choices):
+    """Both modes of differentiation agree, also of second order; per-token gradients add up to the batch's."""
+    layer, x, tangent = make_layer(**choices), torch.randn(5, 16), torch.randn(5, 16)
+    weights = {name: weight.detach() for name, weight in layer.named_parameters()}
+
+    def loss(weights, x):
+        return torch.func.functional_call(layer, weights, (x,)).square().sum()
+
+    _, forward = torch.func.jvp(lambda x: loss(weights, x), (x,), (tangent,))
+    gradient = torch.func.grad(loss, argnums=1)(weights, x)
+    torch.testing.assert_close(forward, (gradient * tangent).sum(), rtol=1e-4, atol=1e-4)
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, x[:, None])
+    whole = torch.func.grad(loss)(weights, x)
+    for name in weights:
+        torch.testing.assert_close(each[name].sum(0), whole[name], rtol=1e-4, atol=1e-4)
+    hessian = torch.func.hessian(lambda x: loss(weights, x))(x[:1]).view(16, 16)
+    assert hessian.any() and torch.allclose(hessian, hessian.T, atol=1e-3)

@@ -77,6 +77,12 @@ def test_a_timm_model_in_a_loop_of_ones_own(tmp_path):
     assert accuracy > 0.6 and accuracy > dense - 0.03  # of ten digits by other writers
 
 
+def test_export(tmp_path):
+    found = dict(re.findall(r"(\S+): largest difference (\S+)", run("export.py", tmp_path)))
+    assert found.keys() == {"torch.export", "AOTInductor", "onnxruntime"}
+    assert all(float(difference) < 1e-5 for difference in found.values())
+
+
 def test_accelerate(tmp_path):
     accuracy = float(re.search(r"accuracy (\S+)", run("accelerate_loop.py", tmp_path))[1])
     assert accuracy > 0.3  # of ten digits

@@ -40,6 +40,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--gated", action="store_true", help=text)
     text = f"whole models, inference and training step: {', '.join(MODELS)} (default: {models})"
     names("--models", nargs="*", choices=MODELS, help=text)
+    text = "in --shapes and --models the dense contender and UniF-MoE alone, eager and compiled in one graph"
+    parser.add_argument("--compile", action="store_true", help=text)
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: bf16 on a GPU, fp32 on the CPU")
     positive = {
         "tokens": (int, "N of --shapes (default: the paper's on a GPU, fewer on the CPU)"),
@@ -62,6 +64,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise UserError("--tokens belongs to --shapes, which is not given; --batch sets the size of --models.")
     if options.gated and options.shapes is None and not options.sweep and others:
         raise UserError("--gated belongs to --shapes and --sweep, and neither is given; models have the FFN they have.")
+    if options.compile and others and options.shapes is None and options.models is None:
+        raise UserError("--compile belongs to --shapes and --models, and neither is given; sweeps compile nothing.")
     return options
 
 
@@ -97,7 +101,8 @@ def main(arguments: Sequence[str]) -> None:
         raise UserError(f"--output {options.output} cannot be used ({error}); choose another folder.") from error
     rate = side_by_side.matmul_rate(device, dtype)
     # So that another number format or another FFN replaces no results.
-    suffix = ("" if options.dtype is None else f"-{kind}") + ("-gated" if options.gated else "")
+    suffix = "" if options.dtype is None else f"-{kind}"
+    suffix += "".join(f"-{way}" for way in ("gated", "compile") if getattr(options, way))
     printed = [where]
 
     def run(name: str) -> side_by_side.Result:
@@ -106,10 +111,11 @@ def main(arguments: Sequence[str]) -> None:
             if name in MODELS:
                 model = timed.MODELS[name]
                 batch = options.batch or (model.batch if on_gpu else model.cpu_batch)
-                return timed.run_model(model, device, dtype, batch, *how)
+                return timed.run_model(model, device, dtype, batch, *how, compiled=options.compile)
             shape = timed.PAPER[name]
             tokens = options.tokens or (shape.tokens if on_gpu else timed.CPU_TOKENS[name])
-            return timed.run_layer(replace(shape, tokens=tokens, gated=options.gated), device, dtype, *how)
+            shape = replace(shape, tokens=tokens, gated=options.gated)
+            return timed.run_layer(shape, device, dtype, *how, compiled=options.compile)
 
     for stem, key, names in (("benchmark", "layers", shapes), ("models", "models", models)):
         found: list[side_by_side.Result] = []

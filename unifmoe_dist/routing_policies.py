@@ -44,8 +44,8 @@ class FixedDemand:
 def descending(scores_NE: Tensor) -> tuple[Tensor, Tensor]:
     """Scores from the largest, and their indices (N, E); ties to the lower index."""
     if exporting_to_onnx():  # which has no stable sort, but whose TopK puts the lower index first
-        return tuple(scores_NE.topk(scores_NE.shape[-1]))
-    return tuple(scores_NE.sort(dim=-1, descending=True, stable=True))
+        return scores_NE.topk(scores_NE.shape[-1])
+    return scores_NE.sort(dim=-1, descending=True, stable=True)
 
 
 def prototype_order(x_ND: Tensor, prototypes_BD: Tensor) -> Tensor:

@@ -21,14 +21,14 @@ from unifmoe_dist import diversity_loss, enable_from_pretrained, upcycle
 ROOT = Path(__file__).parents[2]
 
 
-def run(name: str, folder: Path) -> str:
+def run(name: str, folder: Path, *words: str) -> str:
     """What an example prints in one process that no launcher started, where mpi4py finds no MPI library."""
     (folder / "broken/mpi4py").mkdir(parents=True)
     (folder / "broken/mpi4py/__init__.py").write_text("raise RuntimeError('cannot load MPI library')\n")
     left_out = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_CPU"}
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{folder / 'broken'}"}
-    command = [sys.executable, str(ROOT / "examples" / name)]
+    command = [sys.executable, str(ROOT / "examples" / name), *words]
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout
@@ -75,6 +75,14 @@ def test_a_timm_model_in_a_loop_of_ones_own(tmp_path):
     printed = re.search(r"accuracy (\S+), of the dense model (\S+)", run("timm_loop.py", tmp_path))
     accuracy, dense = map(float, printed.groups())
     assert accuracy > 0.6 and accuracy > dense - 0.03  # of ten digits by other writers
+
+
+def test_compiling_the_whole_model(tmp_path):
+    found = re.findall(
+        r"batch of (\d): loss \S+, largest difference between gradients (\S+)",
+        run("compile_loop.py", tmp_path, "aot_eager"),
+    )
+    assert [size for size, _ in found] == ["4", "6", "9"] and all(float(difference) < 1e-4 for _, difference in found)
 
 
 def test_export(tmp_path):

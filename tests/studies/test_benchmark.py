@@ -368,6 +368,19 @@ def test_few_tokens(command, tmp_path, monkeypatch):
     assert (tmp_path / "benchmark.md").read_text() == "kept" and not (tmp_path / "benchmark.json").exists()
 
 
+def test_compiled_beside_eager(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setitem(benchmark.PAPER, "vision", replace(SMALL, tokens=8))
+    monkeypatch.setitem(benchmark.CPU_TOKENS, "vision", 8)
+    words = ["--compile", "--shapes", "vision", "--seconds", "0.01", "--threads", "1", "--output", str(tmp_path)]
+    command.main(words)
+    (result,) = json.loads((tmp_path / "benchmark-compile.json").read_text())["layers"]
+    names = [timing["contender"] for timing in result["timings"]]
+    assert names == ["dense FFN", "dense FFN, compiled", "UniF-MoE", "UniF-MoE, compiled"] and not result["skipped"]
+    with pytest.raises(UserError, match="--compile belongs to --shapes and --models, and neither is given"):
+        command.parse(["--compile", "--sweep"])
+
+
 def test_names_given_twice_count_twice(command):
     options = command.parse("--shapes vision --models --models deit-s --shapes language --models bert-large".split())
     assert options.shapes == ["vision", "language"] and options.models == ["deit-s", "bert-large"]

@@ -7,10 +7,10 @@ dense, with UniF-MoE layers, and with top-2 mixtures in the same places.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -149,6 +149,15 @@ def contenders(shape: Shape, x: Tensor, top_ks: Sequence[int] = (1, 2), referenc
             yield Contender(f"{name} top-{top_k}", partial(build, alike, top_k, device, dtype), float(top_k), peer=True)
 
 
+def beside_compiled(candidates: Iterable[Contender]) -> Iterator[Contender]:
+    """The dense contender and UniF-MoE, each as it is and by torch.compile in one graph."""
+    for own in candidates:
+        if own.name in ("dense FFN", "dense", "UniF-MoE"):
+            yield own
+            build: Any = partial(torch.compile, own.build(), fullgraph=True)
+            yield replace(own, name=f"{own.name}, compiled", build=build)
+
+
 def run_layer(
     shape: Shape,
     device: torch.device,
@@ -157,14 +166,17 @@ def run_layer(
     on_round: Callable[[], object],
     rate: float,
     brief: bool = False,
+    compiled: bool = False,
 ) -> Result:
     """Time every contender at one shape (`side_by_side.measure`, `matmul_rate`).
 
-    `brief` leaves out the masked reference and the top-1 peers.
+    `brief` leaves out the masked reference and the top-1 peers; `compiled` all but `beside_compiled`.
     """
     torch.manual_seed(0)
     x = torch.randn(shape.tokens, shape.dim).to(device, dtype)
     candidates = contenders(shape, x, top_ks=(2,) if brief else (1, 2), reference=not brief)
+    if compiled:
+        candidates = beside_compiled(candidates)
     subjects, skipped = prepare(candidates, lambda contender: ready(contender, lambda: (x.detach().requires_grad_(),)))
     skipped |= measure(subjects, device, seconds, on_round)
     sizes = f"N={shape.tokens}, d={shape.dim}, H={shape.hidden}, K={shape.experts}, B={shape.blocks}"
@@ -269,6 +281,7 @@ def run_model(
     seconds: float,
     on_round: Callable[[], object],
     rate: float,
+    compiled: bool = False,
 ) -> Result:
     """Time inference and training steps (forward, backward, AdamW) of a model's versions, interleaved."""
     torch.manual_seed(0)
@@ -284,6 +297,7 @@ def run_model(
     def work(ffns: float) -> float:
         return 1 + len(model.layers) * (ffns - 1) * ffn_flops / flops
 
+    @cache
     def ours() -> nn.Module:
         mixture = upcycle(model.build(), model.layers, model.experts, model.blocks).to(device, dtype)
         mixture.eval()
@@ -305,7 +319,8 @@ def run_model(
         Contender("UniF-MoE", ours, work(model.block_compute / model.blocks)),
         Contender("Transformers Mixtral top-2", top_2, work(2), peer=True),
     ]
-    subjects, skipped = prepare(versions, lambda version: ready(version, lambda: inputs, optimised=True))
+    candidates = beside_compiled(versions) if compiled else versions
+    subjects, skipped = prepare(candidates, lambda version: ready(version, lambda: inputs, optimised=True))
     skipped |= measure(subjects, device, seconds, on_round)
     sizes = f"batch {batch}, layers {list(model.layers)}, K={model.experts}, B={model.blocks}"
     return Result(model.name, sizes, flops, rate, [s.timing for s in subjects], skipped)

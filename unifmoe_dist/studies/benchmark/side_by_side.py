@@ -5,6 +5,7 @@ The floor of a contender is its arithmetic at the dense rate: for a UniF-MoE lay
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -144,14 +145,14 @@ def ready(contender: Contender, inputs: Callable[[], tuple[Tensor, ...]], optimi
 def measure(
     subjects: list[Subject], device: torch.device, seconds: float, on_round: Callable[[], object]
 ) -> dict[str, str]:
-    """Time all subjects one after the other in every round; peers that fail leave the list, and why is returned.
+    """Time all subjects in every round, in a random order; peers that fail leave the list, and why is returned.
 
     Rounds go on for about `seconds`; there are at least three, and `on_round` is called after each.
     """
     failed: dict[str, str] = {}
     started, rounds = time.perf_counter(), 0
     while rounds < 3 or time.perf_counter() - started < seconds:
-        for subject in list(subjects):
+        for subject in random.sample(subjects, len(subjects)):
             try:
                 subject.timing.forward.append(meters.seconds(subject.infer, device))
                 subject.timing.training.append(meters.seconds(subject.train, device))

@@ -1,0 +1,49 @@
+"""Upcycled models compile as one graph, with the outputs and gradients of eager mode."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.support.small_models import B, K, assert_same, build, gradients, inputs, logits, moved
+from unifmoe_dist import upcycle
+
+SIZES = {"img_size": 32, "num_classes": 5, "embed_dim": 32, "depth": 3, "num_heads": 2}
+
+
+def llama() -> nn.Module:
+    """Gated; its mask is padded on the left in `batch_of`."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=50, use_cache=False))
+
+
+MAKE = {
+    "timm": lambda: build("timm"),
+    "timm, gated": lambda: timm.create_model("vit_tiny_patch16_224", mlp_layer=timm.layers.SwiGLUPacked, **SIZES),
+    "bert": lambda: build("bert"),
+    "llama": llama,
+}
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_whole_model_is_one_graph(kind):
+    torch.manual_seed(0)
+    model = moved(upcycle(MAKE[kind](), [0, 2], K, B, router_seed=1))
+    batch = inputs("bert" if kind == "llama" else kind.partition(",")[0])
+    if kind == "llama":
+        batch = {name: tensor.flip(1) for name, tensor in batch.items()}
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for training in (False, True):
+        model.train(training)
+        found = []
+        for run in (model, compiled):
+            model.zero_grad()
+            output = logits(run, batch)
+            output.square().mean().backward()
+            found.append((output.detach(), gradients(model)))
+        torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-4, atol=1e-5)
+        assert_same(found[1][1], found[0][1], rtol=1e-3, atol=1e-5)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.ranks import run_ranks
 from tests.support.small_models import B, build, inputs, logits
-from unifmoe_dist import leave_experts_alone, upcycle
+from unifmoe_dist import full_state_dict, leave_experts_alone, upcycle
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling import moe_layers
 
@@ -72,6 +72,10 @@ def wrappers(rank: int, world: int) -> bool:
         mine = first_keys(module).detach().clone()
         module(**batch).sum().backward()
         assert torch.equal(first_keys(module), mine) and first_keys(module).grad.abs().sum() > 0
+
+    ddp = DistributedDataParallel(spread("timm"))
+    with ddp.join(), pytest.raises(UserError, match="no rank may stop before others"):
+        ddp(**batch)
 
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     sharded = fully_shard(spread("timm"), mp_policy=half)
@@ -150,8 +154,14 @@ def states(rank: int, world: int, folder: str) -> bool:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
     bert = spread("bert")
-    with pytest.raises(UserError, match="spread over 2 ranks"):
+    with pytest.raises(UserError, match="spread over 2 ranks; give it state_dict=unifmoe_dist.full_state_dict"):
         bert.save_pretrained(Path(folder) / "bert")
+    batch = inputs("bert")
+    output, whole = logits(bert, batch), full_state_dict(bert)
+    if rank == 0:
+        bert.save_pretrained(Path(folder) / "bert", state_dict=whole)
+        loaded = type(bert).from_pretrained(Path(folder) / "bert")
+        torch.testing.assert_close(logits(loaded, batch), output)
     return True
 
 

@@ -8,7 +8,7 @@ replaced or refused. So `deepspeed.initialize`, and what calls it, need no more 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, NoReturn
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.expert_gradients import clip_by_norm_over_ranks
 
 _REFUSED = {
     "_configure_bf16_optimizer": "bf16 without ZeRO, or accumulated in float32 under ZeRO 1,",
@@ -144,10 +145,9 @@ def clip_by_true_norm(engine: Any) -> None:
     DeepSpeed's own averages the ranks' norms, and each rank sees only its own experts. With ZeRO 1 and 2 its norm sums
     the squares of all partitions over all ranks, which counts every expert once.
     """
-    groups = engine.__dict__.get("expert_groups", {})
 
     def clip_fp32_gradients() -> None:
-        engine._global_grad_norm = clip(engine.module.parameters(), engine.gradient_clipping(), groups)
+        engine._global_grad_norm = clip_by_norm_over_ranks(engine.module.parameters(), engine.gradient_clipping())
 
     engine.clip_fp32_gradients = clip_fp32_gradients
 
@@ -178,26 +178,3 @@ def divide_groups(groups: list[dict[str, Any]], schedule: Any = None) -> None:
     for values in vars(schedule).values() if isinstance(schedule, torch.optim.lr_scheduler.LRScheduler) else ():
         if isinstance(values, list) and len(values) == len(groups) - len(sources):
             values.extend([values[number] for number in sources])
-
-
-@torch.no_grad()
-def clip(parameters: Iterable[nn.Parameter], max_norm: float, expert_groups: Mapping[str, dist.ProcessGroup]) -> Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm`; collective. Returns the norm before.
-
-    Gradients are averaged over replicas already. Every expert counts once, wherever it lives: dense gradients are the
-    same on every rank; those of spread experts are summed over the ranks of their group, which hold every expert once.
-    """
-    trained: list[Any] = [p for p in parameters if p.grad is not None]
-    squares: dict[str | None, Tensor] = {
-        name: torch.zeros((), device=trained[0].device) for name in (None, *expert_groups)
-    }
-    for parameter in trained:
-        name = parameter.group_name if is_spread(parameter) else None
-        squares[name] += torch.linalg.vector_norm(parameter.grad.float()).square()
-    for name, group in expert_groups.items():
-        dist.all_reduce(squares[name], group=group)
-    norm = torch.stack([*squares.values()]).sum().sqrt()
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in trained:
-        parameter.grad.mul_(scale.to(parameter.grad.dtype))
-    return norm

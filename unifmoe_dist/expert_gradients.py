@@ -10,17 +10,19 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad
+from torch.nn.utils import clip_grad, clip_grads_with_norm_, get_total_norm
 
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_share import ExpertShare
+from unifmoe_dist.lending import is_dtensor
 
 
 @dataclass(frozen=True)
@@ -163,3 +165,33 @@ def norm_over_ranks(norm: Tensor, order: float, group: dist.ProcessGroup) -> Ten
 
 def _called_from(file: str) -> bool:
     return sys._getframe(2).f_code.co_filename == file
+
+
+@torch.no_grad()
+def clip_by_norm_over_ranks(
+    parameters: Iterable[nn.Parameter], max_norm: float, order: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Scale all gradients so that their norm over all ranks is at most `max_norm`; collective. Returns the norm before.
+
+    Every weight counts once, wherever it lives: replicated ones' gradients are the same on every rank, those of spread
+    experts are summed over the ranks of their group, those of FSDP 2 over its mesh.
+    """
+    kinds: dict[Any, list[nn.Parameter]] = defaultdict(list)  # by group of experts, by FSDP's mesh, and all others
+    for parameter in parameters:
+        if parameter.grad is not None:
+            share: ExpertShare | None = getattr(parameter, "expert_share", None)
+            mesh = parameter.device_mesh if is_dtensor(parameter) else None
+            kinds[mesh if share is None else share.group].append(parameter)
+    norms = [_norm([p.grad for p in of_kind], order, kind) for kind, of_kind in kinds.items()]
+    total = get_total_norm(norms, order, error_if_nonfinite)
+    for of_kind in kinds.values():
+        clip_grads_with_norm_(of_kind, max_norm, total)
+    return total
+
+
+def _norm(grads: list[Any], order: float, kind: Any) -> Tensor:
+    if isinstance(kind, dist.ProcessGroup):
+        own = get_total_norm([grad.as_subclass(Tensor) for grad in grads], order)
+        return norm_over_ranks(own, order, kind)
+    norm = get_total_norm(grads, order)
+    return norm.full_tensor() if is_dtensor(norm) else norm

@@ -5,19 +5,16 @@ Distributed checkpoints need nothing of it: `model.state_dict()` and an optimise
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.expert_gradients import norm_over_ranks
-from unifmoe_dist.lending import bare, is_dtensor
-from unifmoe_dist.upcycling import moe_layers
+from unifmoe_dist.expert_gradients import clip_by_norm_over_ranks
+from unifmoe_dist.lending import is_dtensor
 
 
 def clip_grad_norm_(
@@ -34,28 +31,7 @@ def clip_grad_norm_(
     Returns:
         The norm before, a scalar, the same on all ranks.
     """
-    groups: dict[int, dist.ProcessGroup] = {}
-    for layer in moe_layers(model).values():
-        if (share := bare(layer.experts).share) is not None:
-            groups |= {id(parameter): share.group for parameter in layer.experts.parameters()}
-    kinds: dict[Any, list[nn.Parameter]] = defaultdict(list)  # by group of experts, by FSDP's mesh, and all others
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            mesh = parameter.device_mesh if is_dtensor(parameter) else None
-            kinds[groups.get(id(parameter), mesh)].append(parameter)
-    norms = [_norm(kind, [p.grad for p in of_kind], norm_type) for kind, of_kind in kinds.items()]
-    total = get_total_norm(norms, norm_type, error_if_nonfinite)
-    for of_kind in kinds.values():
-        clip_grads_with_norm_(of_kind, max_norm, total)
-    return total
-
-
-def _norm(kind: Any, grads: list[Any], order: float) -> Tensor:
-    if isinstance(kind, dist.ProcessGroup):
-        own = get_total_norm([grad.as_subclass(Tensor) for grad in grads], order)
-        return norm_over_ranks(own, order, kind)
-    norm = get_total_norm(grads, order)
-    return norm.full_tensor() if is_dtensor(norm) else norm
+    return clip_by_norm_over_ranks(model.parameters(), max_norm, norm_type, error_if_nonfinite)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:

@@ -74,6 +74,11 @@ def data_parallel(layer: nn.Module, bank: nn.Module, dtype: torch.dtype) -> Data
                 "DistributedDataParallel",
                 "call unifmoe_dist.leave_experts_alone on the module that DistributedDataParallel gets",
             )
+        if ddp._join_config.enable:
+            raise UserError(
+                "Experts are spread over ranks by expert_group, so no rank may stop before others, as it may in "
+                "DistributedDataParallel.join; give all ranks the same number of batches, empty ones where need be."
+            )
         return DataParallel(own, lambda: [ddp.process_group], ddp.require_backward_grad_sync)
     older = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     if older is not None and called_by(lambda code: code.co_filename == older.__file__):

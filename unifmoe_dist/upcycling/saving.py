@@ -17,6 +17,7 @@ import importlib
 import re
 import warnings
 from collections import OrderedDict
+from collections.abc import Mapping
 from functools import wraps
 from typing import Any
 
@@ -60,7 +61,7 @@ def enable_from_pretrained() -> None:
 
     @wraps(save)
     def save_pretrained(self: nn.Module, *args: Any, **options: Any) -> Any:
-        _prepare_saving(self)
+        _prepare_saving(self, options.get("state_dict"))
         return save(self, *args, **options)
 
     @wraps(load.__func__)
@@ -142,20 +143,24 @@ def _resolve(model: nn.Module, place: str) -> tuple[str, nn.Module] | None:
     return None
 
 
-def _prepare_saving(model: Any) -> None:
+def _prepare_saving(model: Any, state: Mapping[str, Any] | None) -> None:
     """See to it that `model.save_pretrained` writes all that `from_pretrained` needs.
 
     Raises:
         UserError: the experts are spread over ranks, or the model's configuration cannot tell of its layers.
     """
     layers = moe_layers(model)
-    for layer in layers.values():
+    for name, layer in layers.items():
         if layer.expert_group is not None and dist.get_world_size(layer.expert_group) > 1:
-            raise UserError(
-                f"save_pretrained would write this rank's experts alone, but they are spread over "
-                f"{dist.get_world_size(layer.expert_group)} ranks; save a state_dict() on every rank, or train with "
-                "launch/train.py and run launch/consolidate.py on the result."
-            )
+            if len((state or {}).get(f"{name}.experts.keys", ())) != layer.config.num_experts:
+                raise UserError(
+                    f"save_pretrained would write this rank's experts alone, but they are spread over "
+                    f"{dist.get_world_size(layer.expert_group)} ranks; give it state_dict="
+                    "unifmoe_dist.full_state_dict(model), which all ranks must call and rank 0 gets."
+                )
+            for module in model.modules():
+                for entry in _notes(module.__dict__.get("config")):
+                    entry["expert_parallel_size"] = 1
     if not layers or not type(model).__module__.startswith("transformers."):
         return  # a class of somebody's own may well make its layers itself
     parts = {name: part for name, part in model.named_modules() if name and _notes(part.__dict__.get("config"))}

@@ -35,6 +35,7 @@ from tests.support.own_loops import (
 from tests.support.ranks import run_ranks
 from unifmoe_dist import clip_grad_norm_, full_state_dict, load_full_state_dict
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.methods import MOE_LAYERS
 
 
 def ours(model):
@@ -98,6 +99,16 @@ def fsdp2_equals_one_rank(rank, world):
     return True
 
 
+def other_methods_equal_one_rank(rank, world):
+    for method in MOE_LAYERS:
+        wanted = on_one_rank(world, 0.0, method=method)[1]
+        for wrap in (functools.partial(DistributedDataParallel, find_unused_parameters=True), fully_shard):
+            model = wrap(spread_model(dist.group.WORLD, method=method))
+            found = train(model, own_places(rank), ours, gram=0.0)
+            assert_as_on_one_rank(found, wanted, model, f"{method} {wrap}")
+    return True
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_ddp(world):
     assert all(run_ranks(world, ddp_equals_one_rank))
@@ -106,6 +117,10 @@ def test_ddp(world):
 @pytest.mark.parametrize("world", [2, 4])
 def test_fsdp2(world):
     assert all(run_ranks(world, fsdp2_equals_one_rank))
+
+
+def test_other_methods():
+    assert all(run_ranks(2, other_methods_equal_one_rank, fresh=True))
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ K, STEPS, ACCUMULATION, SIZE, CLIP = 4, 3, 2, 3, 0.5
 def whole_model(layers: tuple[int, ...] = (0, 2), **options) -> nn.Module:
     """A tiny ViT with layers of experts that differ, all here."""
     torch.manual_seed(0)
-    model = upcycle(build("timm"), layers, K, B, router_seed=1, **options).train()
+    model = quiet(upcycle(build("timm"), layers, K, B, router_seed=1, **options).train())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -30,8 +30,15 @@ def whole_model(layers: tuple[int, ...] = (0, 2), **options) -> nn.Module:
 
 def spread_model(group, layers: tuple[int, ...] = (0, 2), **options) -> nn.Module:
     """The same, its experts spread over the ranks of a group: of the whole's state each rank takes its part."""
-    model = upcycle(build("timm"), layers, K, B, router_seed=1, expert_group=group, **options).train()
+    model = quiet(upcycle(build("timm"), layers, K, B, router_seed=1, expert_group=group, **options).train())
     model.load_state_dict(whole_model(layers, **options).state_dict())
+    return model
+
+
+def quiet(model: nn.Module) -> nn.Module:
+    """Without the noise of some methods' gates, which every rank draws for itself."""
+    for layer in moe_layers(model).values():
+        layer.gate_noise = 0.0
     return model
 
 
@@ -110,8 +117,10 @@ def assert_as_on_one_rank(found: Trained, wanted: Trained, model: nn.Module, whe
         dist.all_reduce(losses)
         losses /= dist.get_world_size()
     close = {"rtol": 2e-4, "atol": 2e-6}
-    torch.testing.assert_close(losses, torch.tensor(wanted.losses), msg=where, **close)
-    torch.testing.assert_close(torch.tensor(found.norms), torch.tensor(wanted.norms), msg=where, **close)
+    torch.testing.assert_close(losses, torch.tensor(wanted.losses), msg=lambda m: f"{where}: {m}", **close)
+    torch.testing.assert_close(
+        torch.tensor(found.norms), torch.tensor(wanted.norms), msg=lambda m: f"{where}: {m}", **close
+    )
     for step, (got, expected) in enumerate(zip(found.gradients, wanted.gradients, strict=True)):
         assert got.keys() == expected.keys()
         for name, value in got.items():
@@ -126,6 +135,6 @@ def own_part(model: nn.Module, name: str, whole: Tensor) -> Tensor:
     for layer_name, layer in moe_layers(model).items():
         layer_name = layer_name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")
         if name.startswith(f"{layer_name}.experts.") and layer.experts.share is not None:
-            rows = len(whole) // K
+            rows = len(whole) // layer.config.num_experts
             return whole[rows * layer.first_expert : rows * (layer.first_expert + layer.num_local_experts)]
     return whole

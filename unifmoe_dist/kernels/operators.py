@@ -147,5 +147,5 @@ def _flops(
 
 @register_flop_formula(torch.ops.unifmoe.block_ffn_backward, get_raw=True)
 def _backward_flops(grad: Tensor, *rest: Any, **named: Any) -> int:
-    """Two products for each of the forward pass's own, and that pass once more, which only the grouped kernel cuts short."""
+    """Two products for each of the forward pass's own, and that pass once more, which the grouped kernel cuts short."""
     return 3 * _flops(*rest, **named)

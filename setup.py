@@ -44,6 +44,7 @@ TEST = [
     "mypy>=1.11",
     "types-PyYAML",
     "accelerate>=1.3",  # the first that Transformers 4.57's Trainer works with: examples/
+    "lightning>=2.4",  # examples/lightning_module.py
     "peft>=0.17",  # adapters on upcycled models: tests/upcycling/test_wrappers.py
     "onnx>=1.17",  # upcycled models in other runtimes: examples/export.py
     "onnxruntime>=1.20",

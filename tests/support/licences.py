@@ -54,6 +54,7 @@ PURPOSES = {
     "mypy": "types",
     "types-PyYAML": "types",
     "accelerate": "an example with Transformers' Trainer",
+    "lightning": "an example",
     "peft": "tests",
     "onnx": "ONNX files in examples/export.py",
     "onnxruntime": "runs them",

@@ -21,6 +21,7 @@ from unifmoe_dist.methods.registry import EVERY_LAYER, UNIF, method_of
 from unifmoe_dist.upcycling.dense_ffn import DenseFFN, check_projections, refuse_adapted
 from unifmoe_dist.upcycling.families import find_adapter, library_wrapped, refuse_wrapped
 from unifmoe_dist.upcycling.found import FoundFFNs
+from unifmoe_dist.upcycling.partitioned import gathered
 
 
 def layer_class(name: str) -> type[ExpertLayer]:
@@ -104,12 +105,15 @@ def convert(
         if present := list(moe_layers(blocks[index]).values()):
             name = type(present[0]).__name__.removesuffix("Layer").replace("UniFMoE", "UniF-MoE")
             raise UserError(f"Layer {index} already is a {name} layer; leave it out of layers.")
-        ffn = adapter.read(blocks[index])
-        check_projections(ffn, model)
-        _require_weights(ffn, index, model)
-        made[index] = _start(ffn, make, None if router_seed is None else router_seed + index)
+        with gathered(blocks[index]) as spread:
+            ffn = adapter.read(blocks[index])
+            check_projections(ffn, model)
+            _require_weights(ffn, index, model)
+            made[index] = _start(ffn, make, None if router_seed is None else router_seed + index)
+            spread(made[index])
     for index, layer in made.items():
-        adapter.install(blocks[index], layer)
+        with gathered(blocks[index]):
+            adapter.install(blocks[index], layer)
     return indices
 
 

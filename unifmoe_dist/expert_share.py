@@ -11,7 +11,7 @@ import functools
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,13 +22,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.lending import is_dtensor
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 ExpertGroup: TypeAlias = dist.ProcessGroup | DeviceMesh | None
 """Ranks that share a layer's experts: a process group, or one dimension of a mesh; None for this rank alone."""
 NOT_PICKLABLE = (
     "a model whose experts are spread over ranks cannot be pickled: this rank holds only a part; save a state_dict() "
     "on every rank, or train with launch/train.py and run launch/consolidate.py on the result."
 )
-_KEY = "experts"  # in a state_dict's metadata: first expert, experts in it, experts of the layer
 
 
 def as_group(group: ExpertGroup) -> dist.ProcessGroup | None:
@@ -73,33 +75,36 @@ class ExpertShare:
             self._meshes[kind] = DeviceMesh.from_group(self.group, device, mesh_dim_names=("expert",))
         return DTensor.from_local(local, self._meshes[kind], [Shard(0)], run_check=False)
 
-    def metadata(self) -> dict[str, list[int]]:
-        """What a state_dict's metadata tells of this part, by which another rank's is known."""
-        return {_KEY: [self.first, self.count, self.total]}
 
-
-def part_of(saved: Any, rows: int, share: ExpertShare | None, metadata: dict[str, Any]) -> Any:
+def part_of(saved: Any, rows: int, share: ExpertShare | None) -> Any:
     """What this rank takes of a saved tensor: its `rows` of the whole's, along the first dimension; else all of it.
 
     Raises:
         UserError: the tensor is another rank's part.
     """
-    held = metadata.get(_KEY)
-    if share is not None and held and held != [share.first, share.count, share.total]:
-        raise UserError(
-            f"This state_dict holds {held[1]} of {held[2]} experts, from number {held[0]} on, but this rank holds "
-            f"{share.count} from number {share.first} on; load each rank's own, or save with "
-            "unifmoe_dist.full_state_dict or torch.distributed.checkpoint."
-        )
     if is_dtensor(saved):
-        ranks = saved.device_mesh.size()
-        own = ranks == 1 or (share is not None and ranks * share.count == share.total)
-        saved = saved.to_local() if own else _whole(saved)
+        saved = _own(saved, share)
     if share is not None and isinstance(saved, Tensor) and saved.ndim:
         size = saved.shape[0] // share.total
         if size * share.count == rows and size * share.total == saved.shape[0]:
             return saved[size * share.first : size * (share.first + share.count)]
     return saved
+
+
+def _own(saved: DTensor, share: ExpertShare | None) -> Tensor:
+    """This rank's part of a tensor over as many ranks as share the experts; the whole of others."""
+    mesh = saved.device_mesh
+    if mesh.size() == 1:
+        return saved.to_local()
+    if share is None or mesh.size() * share.count != share.total:
+        return _whole(saved)
+    place, own = (mesh.get_coordinate() or [0])[0], share.first // share.count  # a loaded file keeps its writer's
+    if place != own:
+        raise UserError(
+            f"This state was saved by rank {place} of {mesh.size()} that share the experts, but this is rank {own} of "
+            "them; load each rank's own, or save with unifmoe_dist.full_state_dict or torch.distributed.checkpoint."
+        )
+    return saved.to_local()
 
 
 def _whole(saved: Any) -> Tensor:
@@ -173,4 +178,4 @@ def _own_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[
 
 
 def _taken(state: dict[str, Any], parameter: nn.Parameter, share: ExpertShare) -> dict[str, Any]:
-    return {key: part_of(value, parameter.shape[0], share, {}) for key, value in state.items()}
+    return {key: part_of(value, parameter.shape[0], share) for key, value in state.items()}

@@ -145,10 +145,8 @@ class BlockExperts(Lender):
         for name in self._parameters:
             if prefix + name in destination:
                 destination[prefix + name] = self.share.spread(destination[prefix + name])
-        if hasattr(destination, "_metadata"):
-            destination._metadata[prefix[:-1]] |= self.share.metadata()
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, *more: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
         """Biases of either shape are taken, and of all experts those that are held here."""
         for name, own in self._parameters.items():
             key = prefix + name
@@ -157,8 +155,8 @@ class BlockExperts(Lender):
             saved = state_dict[key]
             if name in BIASES and own.ndim < saved.ndim:
                 saved = saved.reshape(-1)
-            state_dict[key] = bias_like(part_of(saved, own.shape[0], self.share, metadata), own)
-        super()._load_from_state_dict(state_dict, prefix, metadata, *more)
+            state_dict[key] = bias_like(part_of(saved, own.shape[0], self.share), own)
+        super()._load_from_state_dict(state_dict, prefix, *more)
         if self.share is not None:
             note_parameters(self._parameters.values(), self.share)  # other ones, where they were assigned
 

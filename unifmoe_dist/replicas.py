@@ -33,7 +33,8 @@ class _Ignored:
         self.module, self.names, self.others = module, names, others
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*self.others, *self.names(self.module)])
+        names = [*self.others, *self.names(self.module)]
+        return iter([*names, *(f"_orig_mod.{name}" for name in names)])  # where torch.compile stands between
 
 
 def leave_alone(module: nn.Module, names: Callable[[nn.Module], Iterable[str]]) -> None:

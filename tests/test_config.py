@@ -67,7 +67,7 @@ def test_config_errors(kwargs, words):
         (lambda: ModelConfig(mass_window=1), "model.mass_window must be at least 2 or null, not 1."),
         (lambda: ModelConfig(mass_threshold=0), "model.mass_threshold must be above 0 and at most 1, not 0."),
         (lambda: ModelConfig(moe="gmoe", top_k=7), "model.top_k 7 must be from 1 to model.num_experts 6."),
-        (lambda: ParallelConfig(zero_stage=3), "parallel.zero_stage 3 gathers a module's weights"),
+        (lambda: ParallelConfig(zero_stage=3), "parallel.zero_stage 3 leaves no weight whole on any rank"),
         (
             lambda: ParallelConfig(expert_parallel_size=0),
             "parallel.expert_parallel_size must be at least 1 or auto, not 0.",

@@ -24,12 +24,14 @@ from tests.support.one_rank import (
     loss_of,
     one_rank,
     spread_model,
+    upcycled,
     whole_model,
 )
 from tests.support.ranks import run_ranks
 from tests.support.small_models import logits
 from unifmoe_dist.engines import divide_groups, mark
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.upcycling import moe_layers
 
 
 def engine_for(model: nn.Module, stage: int, clip: float, optimizer: Any, **options: Any) -> Any:
@@ -157,6 +159,40 @@ def refusals(rank: int, world: int, folder: str) -> bool:
         with pytest.raises(UserError, match=f"DeepSpeed's {name} knows one rank's alone; use unifmoe_dist.full_state"):
             getattr(engine, name)(folder)
     return True
+
+
+def other_methods(rank: int, world: int) -> bool:
+    """Under ZeRO 3, three steps of each, or a refusal."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    for method in ("topk", "gmoe", "emoe"):
+        whole = upcycled(method)
+        trained = [p for p in whole.parameters() if p.requires_grad]
+        engine = engine_for(copy.deepcopy(whole), 3, 0.0, SGD, gradient_accumulation_steps=1)
+        optimizer = SGD(trained)
+        for step in range(3):
+            images = batches(step, world)[0]
+            losses = []
+            for place in (*range(world), rank):  # the last is this rank's own, which draws the same noise
+                torch.manual_seed(place)
+                model = whole if len(losses) < world else engine
+                losses.append(logits(model, {"x": images[place]}).square().mean())
+                losses[-1] = losses[-1] + 0.1 * sum(layer.auxiliary_loss() for layer in moe_layers(model).values())
+            engine.backward(losses.pop())
+            engine.step()
+            optimizer.zero_grad()
+            torch.stack(losses).mean().backward()
+            optimizer.step()
+            with GatheredParameters([*engine.module.parameters()]):
+                assert_same_weights(engine.module, whole)
+    for method in ("dynmoe", "mass"):
+        with pytest.raises(UserError, match="Layer reads and rewrites whole weights between steps; use ZeRO 1 or 2"):
+            engine_for(upcycled(method), 3, 0.0, SGD)
+    return True
+
+
+def test_other_methods_under_zero_3():
+    assert run_ranks(2, other_methods, fresh=True) == [True, True]
 
 
 def test_what_engines_cannot_do_with_spread_experts_is_refused(tmp_path):

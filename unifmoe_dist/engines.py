@@ -60,6 +60,16 @@ def introduce(experts: nn.Module, group: dist.ProcessGroup, num_experts: int) ->
     mark(experts.parameters(), name)
 
 
+def refuse_zero_3(who: str) -> None:
+    """Refuse an engine, that is being made, of ZeRO 3 around `who` reads and rewrites weights between its steps.
+
+    Raises:
+        UserError: it is one.
+    """
+    if _being_made().zero_optimization_partition_weights():
+        raise UserError(f"{who} reads and rewrites whole weights between steps; use ZeRO 1 or 2 instead of 3.")
+
+
 def _being_made() -> Any:
     """The engine that has called us; it passes nothing of itself."""
     from deepspeed.runtime.engine import DeepSpeedEngine

@@ -15,9 +15,13 @@ from unifmoe_dist.upcycling import moe_layers
 K, RATE, STEPS, MICRO = 4, 0.5, 3, 2
 
 
-def whole_model() -> nn.Module:
+def upcycled(method: str) -> nn.Module:
     torch.manual_seed(0)
-    return moved(upcycle(build("timm"), [0, 2], K, B, router_seed=1)).train()
+    return moved(upcycle(build("timm"), [0, 2], K, B, router_seed=1, method=method)).train()
+
+
+def whole_model() -> nn.Module:
+    return upcycled("unif")
 
 
 def spread_model(whole: nn.Module, group: dist.ProcessGroup) -> nn.Module:

@@ -101,9 +101,9 @@ class OptimConfig:
 
 
 NO_ZERO_3 = (
-    "parallel.zero_stage 3 gathers a module's weights when its forward is called, but residual experts are stacked "
-    "weights that expert parallelism shards already; use zero_stage 2 and a larger parallel.expert_parallel_size, "
-    "which leaves only the dense weights replicated."
+    "parallel.zero_stage 3 leaves no weight whole on any rank, but checkpoints for any number of ranks and layers that "
+    "rewrite experts between steps read whole ones; use zero_stage 2 and a larger parallel.expert_parallel_size, which "
+    "leaves only the dense weights replicated, or ZeRO 3 in a loop of your own (docs/deepspeed_loops.md)."
 )
 
 

@@ -14,6 +14,7 @@ from pydantic import model_validator
 from torch import Tensor
 
 from unifmoe_dist.config import ExpertLayerConfig, checked
+from unifmoe_dist.engines import refuse_zero_3
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods.gated import GatedExpertLayer
 
@@ -61,6 +62,11 @@ class DynamicExpertLayer(GatedExpertLayer[Dynamic]):
     def build(self) -> None:
         self._statistics: list[str] = []
         self.register_buffer("active", torch.arange(self.config.num_experts) < self.config.initial_experts)
+
+    def set_deepspeed_parallelism(self, *arguments: Any, **options: Any) -> None:
+        """Also refuses ZeRO 3, under which no weight is whole between steps."""
+        refuse_zero_3(type(self).__name__)
+        super().set_deepspeed_parallelism(*arguments, **options)
 
     def _register_statistic(self, name: str, value: Tensor) -> None:
         """A float32 buffer that stays float32 when the model is converted: sums do not fit into 16 bits."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_gradients import DataParallel, averaged
 from unifmoe_dist.expert_share import ExpertShare, note_parameters, part_of
-from unifmoe_dist.lending import Lender, is_dtensor
+from unifmoe_dist.lending import Lender, as_numbers, is_dtensor, is_quantised
 
 BIASES = ("key_bias", "value_bias", "gate_key_bias")
 """Parameters of `BlockExperts` in one dimension: (E * H,), (E * D,) and (E * H,)."""
@@ -105,7 +105,7 @@ class BlockExperts(Lender):
 
     def weights(self) -> ExpertWeights:
         names = ("keys", "values", "key_bias", "value_bias", "gate_keys", "gate_key_bias")
-        tensors = [getattr(self, name) for name in names]
+        tensors = [as_numbers(getattr(self, name)) for name in names]
         if self.share is not None and self.around is not None:
             tensors = averaged(tensors, self.share, self.around)
         keys, values, key_bias, value_bias, gate_keys, gate_key_bias = tensors
@@ -174,6 +174,8 @@ class BlockExperts(Lender):
         """Copy nn.Linear weights (H, D), (H,), (D, H), (D,) and a gate's (H, D), (H,) into expert `index` of these."""
         if not (self.keys.is_meta and up.is_meta):  # a model without any weights is upcycled to one without
             self.require_weights("load_ffn")
+        if is_quantised(self.keys):
+            raise UserError("load_ffn cannot write into experts that are quantised; load weights before quantize_.")
         own = self._linear(index)
         given = dict(zip(own, (up, up_bias, down, down_bias, gate, gate_bias), strict=True))
         for name, tensor in given.items():
@@ -202,11 +204,11 @@ class BlockExperts(Lender):
         rows = (self.by_expert(getattr(self, name)) for name in BIASES)
         up_bias, down_bias, gate_bias = (None if bias is None else bias[index] for bias in rows)
         return {
-            "up_weight": self.keys[index],
+            "up_weight": as_numbers(self.keys)[index],
             "up_bias": up_bias,
-            "down_weight": self.values[index].T,
+            "down_weight": as_numbers(self.values)[index].T,
             "down_bias": down_bias,
-            "gate_weight": None if self.gate_keys is None else self.gate_keys[index],
+            "gate_weight": None if self.gate_keys is None else as_numbers(self.gate_keys)[index],
             "gate_bias": gate_bias,
         }
 
@@ -218,5 +220,5 @@ class BlockExperts(Lender):
     def prototypes(self) -> Tensor:
         """(E, B, D) float32: mean over every block's keys under the activation, without bias, detached."""
         experts, hidden, dim = self.keys.shape
-        keys = self.activated_keys.detach().float()
+        keys = as_numbers(self.activated_keys).detach().float()
         return keys.view(experts, self.num_blocks, hidden // self.num_blocks, dim).mean(dim=2)

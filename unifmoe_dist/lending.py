@@ -89,6 +89,17 @@ def bare(module: Any) -> Any:
     return module.get_base_layer() if hasattr(module, "get_base_layer") else module
 
 
+def is_quantised(tensor: Any) -> bool:
+    """Whether torchao holds a weight in few bits, as a tensor of its own kind."""
+    module = sys.modules.get("torchao.utils")
+    return module is not None and isinstance(tensor, module.TorchAOBaseTensor)
+
+
+def as_numbers(tensor: Any) -> Any:
+    """A weight, or None, as kernels take it: one that is quantised is dequantised, for the time of its use."""
+    return tensor.dequantize() if is_quantised(tensor) else tensor
+
+
 def is_dtensor(tensor: Any) -> TypeIs[DTensor]:
     """`isinstance(tensor, DTensor)`, without importing DTensor: who has one has paid for that already."""
     module = sys.modules.get("torch.distributed.tensor")

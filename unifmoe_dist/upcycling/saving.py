@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.lending import is_quantised
 from unifmoe_dist.upcycling.convert import convert, layer_maker, moe_layers, saved_arguments
 from unifmoe_dist.upcycling.families import find_adapter, wrapped_model
 
@@ -151,6 +152,11 @@ def _prepare_saving(model: Any, state: Mapping[str, Any] | None) -> None:
     """
     layers = moe_layers(model)
     for name, layer in layers.items():
+        if state is None and not hasattr(model, "hf_quantizer") and any(map(is_quantised, layer.parameters())):
+            raise UserError(
+                f"save_pretrained cannot write the quantised experts of {name}; save the model before quantize_ and "
+                "quantise what from_pretrained gives, or keep its state_dict() with torch.save."
+            )
         if layer.expert_group is not None and dist.get_world_size(layer.expert_group) > 1:
             if len((state or {}).get(f"{name}.experts.keys", ())) != layer.config.num_experts:
                 raise UserError(

@@ -14,6 +14,7 @@ from unifmoe_dist.eager import in_transform
 from unifmoe_dist.experts import BlockExperts, ExpertWeights
 from unifmoe_dist.kernels.activations import FUNCTIONS
 from unifmoe_dist.kernels.cpu.library import library
+from unifmoe_dist.lending import is_quantised
 from unifmoe_dist.routing import ByProducts, Router, Routing
 
 MOST_TOKENS = 64
@@ -116,6 +117,8 @@ def kept_prototypes(shared: BlockExperts) -> Tensor:
     a sample of the weights is compared too.
     """
     keys = shared.activated_keys
+    if is_quantised(keys):
+        return shared.prototypes()[0]
     sample = keys.detach().view(-1)[:: keys.numel() // _SAMPLES | 1]  # odd, not to keep to few columns
     state = keys.data_ptr(), 0 if keys.is_inference() else keys._version
     kept = _prototypes.get(keys)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -91,15 +92,27 @@ class Usage:
 
     def update(self, routing: Routing) -> None:
         """Count the tokens of one routing decision; masked ones, which share no block, are left out."""
+        made = routing.by_products
+        self._count(lambda: self._sums(routing) if made is None else made.statistics, routing.gates)
+
+    def update_gates(self, gates: Tensor, blocks_per_expert: float, num_blocks: int) -> None:
+        """Count N tokens that use complete experts: those of their K whose gates (N, K) are not 0.
+
+        `blocks_per_expert` is what one of them costs, in blocks of a dense FFN cut into `num_blocks`. Nothing is
+        shared and nothing dropped.
+        """
+        self._count(lambda: self._sums_of_gates(gates, blocks_per_expert, num_blocks), gates)
+
+    def _count(self, sums: Callable[[], Tensor], gates: Tensor) -> None:
         if not torch.compiler.is_compiling():
-            self._update(routing)
+            self._count_eagerly(sums, gates)
         elif not exporting():
-            self._update_in_graph(routing)
+            self._count_in_graph(sums, gates.shape[1])
 
     @torch.no_grad()
-    def _update_in_graph(self, routing: Routing) -> None:
-        """As `_update`, in what torch.compile traces; whether the pass is a repeated one is seen when it runs."""
-        sums, num_experts = self._sums(routing), routing.gates.shape[1]
+    def _count_in_graph(self, make: Callable[[], Tensor], num_experts: int) -> None:
+        """As `_count_eagerly`, in what torch.compile traces; that a pass is a repeated one is seen when it runs."""
+        sums = make()
         if self.totals is None or self.totals.device != sums.device:
             self.totals = torch.zeros_like(sums) if self.totals is None else self.totals.to(sums.device)
         if self.num_experts != num_experts:  # torch 2.9 assigns nothing inside checkpointed regions
@@ -108,27 +121,9 @@ class Usage:
 
     @not_compiled
     @torch.no_grad()
-    def _update(self, routing: Routing) -> None:
-        if uncounted() or _tracing(routing.gates):
-            return
-        made = routing.by_products
-        self._add(self._sums(routing) if made is None else made.statistics, routing.gates.shape[1])
-
-    @not_compiled
-    @torch.no_grad()
-    def update_gates(self, gates: Tensor, blocks_per_expert: float, num_blocks: int) -> None:
-        """Count N tokens that use complete experts: those of their K whose gates (N, K) are not 0.
-
-        `blocks_per_expert` is what one of them costs, in blocks of a dense FFN cut into `num_blocks`. Nothing is
-        shared and nothing dropped.
-        """
-        if uncounted() or _tracing(gates):
-            return
-        load = (gates != 0).double().sum(0)
-        tokens, nothing = load.new_tensor([gates.shape[0]]), load.new_zeros(3 + num_blocks)
-        count = load.sum()[None]
-        totals = torch.cat([tokens, count * blocks_per_expert, count, nothing[:3], load, nothing[3:]])
-        self._add(totals, gates.shape[1])
+    def _count_eagerly(self, sums: Callable[[], Tensor], gates: Tensor) -> None:
+        if not (uncounted() or _tracing(gates)):
+            self._add(sums(), gates.shape[1])
 
     def _add(self, totals: Tensor, num_experts: int) -> None:
         self.num_experts = num_experts
@@ -155,6 +150,13 @@ class Usage:
         return torch.cat(
             [torch.stack(sums), (routing.gates != 0).double().sum(0), routing.shared_blocks.double().sum(0)]
         )
+
+    @staticmethod
+    def _sums_of_gates(gates: Tensor, blocks_per_expert: float, num_blocks: int) -> Tensor:
+        load = (gates != 0).double().sum(0)
+        tokens, nothing = load.new_full((1,), gates.shape[0]), load.new_zeros(3 + num_blocks)
+        count = load.sum()[None]
+        return torch.cat([tokens, count * blocks_per_expert, count, nothing[:3], load, nothing[3:]])
 
     def snapshot(self) -> Tensor | None:
         """A copy of the totals, for `restore`."""

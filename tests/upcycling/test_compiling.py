@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.small_models import B, K, assert_same, build, gradients, inputs, logits, moved
 from unifmoe_dist import upcycle
+from unifmoe_dist.upcycling import moe_layers
 
 SIZES = {"img_size": 32, "num_classes": 5, "embed_dim": 32, "depth": 3, "num_heads": 2}
 
@@ -47,3 +48,25 @@ def test_a_whole_model_is_one_graph(kind):
             found.append((output.detach(), gradients(model)))
         torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-4, atol=1e-5)
         assert_same(found[1][1], found[0][1], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["topk", "gmoe", "emoe"])  # the others change between steps
+def test_layers_of_other_methods_are_one_graph_and_count(method):
+    torch.manual_seed(0)
+    ffn = nn.ModuleDict({"up": nn.Linear(16, 32), "act": nn.GELU(), "down": nn.Linear(32, 16)})
+    ffn.forward = lambda x: ffn["down"](ffn["act"](ffn["up"](x)))
+    model = nn.Sequential(ffn)
+    model = moved(upcycle(model, num_experts=4, num_blocks=4, method=method, ffns={"0": ("up", "act", "down")}))
+    (layer,) = moe_layers(model).values()
+    torch._dynamo.reset()
+    compiled, x, found = torch.compile(model, fullgraph=True, backend="aot_eager"), torch.randn(7, 16), []
+    for run in (model, compiled):
+        layer.usage.reset()
+        model.zero_grad()
+        torch.manual_seed(1)  # noise of gates
+        output = run(x)
+        output.square().mean().backward()
+        found.append((output.detach(), layer.usage.snapshot(), gradients(model)))
+    assert found[1][1][0] == 7
+    torch.testing.assert_close(found[1][:2], found[0][:2])
+    assert_same(found[1][2], found[0][2], rtol=1e-3, atol=1e-5)

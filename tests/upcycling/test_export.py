@@ -62,6 +62,14 @@ def test_onnx_gives_what_the_model_gives(kind):
         torch.testing.assert_close(run(*batch), want if isinstance(want, Tensor) else want[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("method", ["topk", "mass"])
+def test_layers_of_other_methods_in_onnx(method):
+    torch.manual_seed(0)
+    model = moved(upcycle(build("timm"), [1], K, B, method=method)).eval().requires_grad_(False)
+    batch = batch_of("timm", 5)
+    torch.testing.assert_close(on_onnxruntime(model, batch_of("timm", 3))(*batch), model(*batch), rtol=1e-4, atol=1e-5)
+
+
 def test_ties_go_to_the_lower_index_in_onnx():
     """A token of zeros likes all blocks and experts equally; more of either than a small sort keeps in order."""
     layer = make_layer(40, 48, experts=33, blocks=24, spread=3.0).eval().requires_grad_(False)

@@ -18,6 +18,7 @@ from unifmoe_dist.expert_share import ExpertGroup
 from unifmoe_dist.experts import BlockExperts, ExpertWeights
 from unifmoe_dist.kernels import block_ffn
 from unifmoe_dist.profiling import profile_range
+from unifmoe_dist.routing_policies import descending
 
 
 @dataclass(frozen=True)
@@ -105,5 +106,5 @@ class GatedExpertLayer(ExpertLayer[Config]):
 
 def largest(scores: Tensor, count: int) -> Tensor:
     """(N, K) bool, the `count` largest of every row; ties go to the lower index."""
-    order = scores.detach().argsort(dim=-1, descending=True, stable=True)[:, :count]
+    order = descending(scores.detach())[1][:, :count]
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, order, True)

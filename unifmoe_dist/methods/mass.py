@@ -23,6 +23,7 @@ from unifmoe_dist.expert_layer import AppliedStep, ChangedRows
 from unifmoe_dist.experts import ExpertWeights
 from unifmoe_dist.methods.dynamic import DynamicConfig, DynamicExpertLayer
 from unifmoe_dist.methods.gated import Gating
+from unifmoe_dist.routing_policies import descending
 
 
 class MASSRecipe(NamedTuple):
@@ -322,8 +323,8 @@ class _Watch:
 
 def reaching_mass(scores_NK: Tensor, threshold: float) -> Tensor:
     """(N, K) bool, the fewest experts whose scores sum to `threshold` or more; ties go to the lower index."""
-    descending, order = scores_NK.detach().sort(dim=-1, descending=True, stable=True)
-    before = descending.cumsum(-1) - descending
+    sorted_NK, order = descending(scores_NK.detach())
+    before = sorted_NK.cumsum(-1) - sorted_NK
     needed = before < threshold
     needed[:, 0] = True  # a NaN row too
     return torch.zeros_like(needed).scatter_(1, order, needed)

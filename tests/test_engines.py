@@ -29,6 +29,7 @@ from tests.support.one_rank import (
 )
 from tests.support.ranks import run_ranks
 from tests.support.small_models import logits
+from unifmoe_dist import param_groups
 from unifmoe_dist.engines import divide_groups, mark
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling import moe_layers
@@ -152,6 +153,8 @@ def refusals(rank: int, world: int, folder: str) -> bool:
     ):
         with pytest.raises(UserError, match=words):
             engine_for(spread_model(whole, everyone), clip=0.0, optimizer=SGD, **options)
+    with pytest.raises(UserError, match="ZeRO knows whole parameters alone; use zero_optimization.stage 0, or param_g"):
+        engine_for(whole, 1, 0.0, SGD(param_groups(whole, muon=True)))
     two = spread_model(whole, everyone)
     two.blocks[2].mlp = spread_model(whole, alone).blocks[2].mlp
     engine = engine_for(two, 1, 0.0, SGD)  # another group of the same ranks is no other

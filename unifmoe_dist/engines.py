@@ -70,6 +70,21 @@ def refuse_zero_3(who: str) -> None:
         raise UserError(f"{who} reads and rewrites whole weights between steps; use ZeRO 1 or 2 instead of 3.")
 
 
+def refuse_parts() -> None:
+    """Refuse an engine of ZeRO, that is being made, with an optimiser of parts of parameters.
+
+    Raises:
+        UserError: it is one.
+    """
+    engine = _being_made()
+    groups = getattr(engine.client_optimizer, "param_groups", ())
+    if engine.zero_optimization() and any(hasattr(part, "bank") for group in groups for part in group["params"]):
+        raise UserError(
+            "The optimiser has every expert's matrix by itself, and DeepSpeed's ZeRO knows whole parameters alone; use "
+            "zero_optimization.stage 0, or param_groups without muon=True."
+        )
+
+
 def _being_made() -> Any:
     """The engine that has called us; it passes nothing of itself."""
     from deepspeed.runtime.engine import DeepSpeedEngine

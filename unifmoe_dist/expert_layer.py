@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from unifmoe_dist.config import ExpertLayerConfig
 from unifmoe_dist.dispatch import make_dispatcher
 from unifmoe_dist.eager import not_compiled
-from unifmoe_dist.engines import introduce
+from unifmoe_dist.engines import introduce, refuse_parts
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_share import ExpertGroup, ExpertShare, as_group, note_parameters
 from unifmoe_dist.experts import FFN, BlockExperts
@@ -212,8 +212,9 @@ class ExpertLayer(nn.Module, Generic[Config]):
         """Called by an engine of DeepSpeed that is being made around a model; collective over all ranks.
 
         Raises:
-            UserError: the engine cannot train experts that are spread over ranks.
+            UserError: the engine cannot train experts that are spread over ranks, or not with its optimiser.
         """
+        refuse_parts()
         group = self.expert_group
         if group is not None and dist.get_world_size(group) > 1:
             introduce(self.experts, group, self.config.num_experts)

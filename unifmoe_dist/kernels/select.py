@@ -129,7 +129,7 @@ def both_ffns(
     offsets: Any = None,
 ) -> Tensor:
     """As `shared_and_residual_ffn`; coefficients (N, K + 1) are alpha and the gates, `offsets` is Triton's own."""
-    if _triton_for(x_ND, residual, dropout):
+    if _triton_for(x_ND, residual, dropout, shared=True):
         from unifmoe_dist.kernels.triton.ffn import TritonOptions, triton_block_ffn
 
         options = TritonOptions(**_options)
@@ -194,14 +194,14 @@ def _few_rows(x: Tensor, dropout: HiddenDropout | None, *banks: ExpertWeights) -
     return _choice == "auto" and dropout is None and few_rows.takes_banks(x, *banks)
 
 
-def _triton_for(x: Tensor, weights: ExpertWeights, dropout: HiddenDropout | None) -> bool:
+def _triton_for(x: Tensor, weights: ExpertWeights, dropout: HiddenDropout | None, shared: bool = False) -> bool:
     if not _wants_triton(x):
         return False
     from unifmoe_dist.kernels.triton.ffn import unsupported
 
     if not _supported(unsupported(x, weights)):
         return False
-    return _choice == "triton" or self_test.ffn_works(x, weights, dropout is not None)
+    return _choice == "triton" or self_test.ffn_works(x, weights, dropout is not None, shared)
 
 
 def _triton_routes(x: Tensor, router: Router, num_blocks: int) -> bool:

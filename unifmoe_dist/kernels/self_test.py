@@ -1,15 +1,17 @@
 """The Triton kernels prove themselves on a device before layers rely on them there.
 
 Compilers and devices differ, and a wrong sum is worse than a slow one. At the first use of a shape a small case runs
-forward and backward in both Triton and plain torch; if they disagree, or Triton fails, plain torch is used, with a
-warning.
+forward and backward in both Triton and plain torch, in the tiles that the shape takes; if they disagree, or Triton
+fails, plain torch is used, with a warning. Where a case cannot be tried, for lack of memory or while a CUDA graph is
+captured, plain torch is used until it can.
 """
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,83 +27,125 @@ TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}  # 
 _TOKENS = 96
 
 
-def ffn_works(x: Tensor, weights: ExpertWeights, dropout: bool = False) -> bool:
-    """Whether `triton_block_ffn` agrees with plain torch on x's device, for the widths and types of `weights`, with
-    dropout of hidden channels or without."""
+@dataclass(frozen=True)
+class _FFN:
+    """What of a call decides how kernels are compiled and which tiles run."""
+
+    device: torch.device
+    dtype: torch.dtype
+    dim: int
+    width: int
+    activation: str
+    bias: bool
+    gated: bool
+    dropout: bool
+    shared: bool
+    tile_rows: int
+
+    def __str__(self) -> str:
+        kind = f"{'gated ' if self.gated else ''}block-sparse experts"
+        more = f"{' with dropout' if self.dropout else ''}{' beside a shared one' if self.shared else ''}"
+        return (
+            f"{kind} of width {self.dim} and blocks of {self.width} in {self.dtype}{more}, {self.tile_rows} rows a tile"
+        )
+
+
+@dataclass(frozen=True)
+class _Routing:
+    device: torch.device
+    dtype: torch.dtype
+    dim: int
+    columns: int
+    num_blocks: int
+
+    def __str__(self) -> str:
+        return f"routing of width {self.dim} to {self.columns - 1} experts in {self.dtype}"
+
+
+_verdicts: dict[_FFN | _Routing, bool] = {}
+
+
+def ffn_works(x: Tensor, weights: ExpertWeights, dropout: bool = False, shared: bool = False) -> bool:
+    """Whether `triton_block_ffn` agrees with plain torch on x's device: for the widths and types of `weights`, in the
+    tiles that (N, D) tokens x take, with dropout of hidden channels or without, beside a shared expert or without.
+    """
+    from unifmoe_dist.kernels.triton.rounds import tile_rows
+
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    width = weights.keys.shape[1] // weights.num_blocks
+    experts, hidden, dim = weights.keys.shape
     bias, gated = weights.key_bias is not None, weights.gate_keys is not None
-    return _ffn_works(x.device, dtype, x.shape[1], width, weights.activation, bias, gated, dropout)
+    rows = tile_rows(x.device, dtype, x.shape[0], experts + shared)
+    width = hidden // weights.num_blocks
+    case = _FFN(x.device, dtype, dim, width, weights.activation, bias, gated, dropout, shared, rows)
+    return _proven(case, TOLERANCE[dtype], _compare_ffn)
 
 
 def routing_works(x: Tensor, columns: int, num_blocks: int) -> bool:
     """Whether `triton_route` agrees with plain torch on x's device, for (N, D) tokens and (columns, D) weights."""
-    return _routing_works(x.device, x.dtype, x.shape[1], columns, num_blocks)
+    # A token whose decision is within rounding may fall either way: one in a hundred may.
+    return _proven(_Routing(x.device, x.dtype, x.shape[1], columns, num_blocks), 2e-2, _compare_routing)
 
 
-@cache
-@not_compiled
-def _ffn_works(
-    device: torch.device,
-    dtype: torch.dtype,
-    dim: int,
-    width: int,
-    activation: str,
-    bias: bool,
-    gated: bool,
-    dropout: bool,
-) -> bool:
-    from unifmoe_dist.kernels.triton.ffn import triton_block_ffn
+def _compare_ffn(case: _FFN) -> list[tuple[Tensor, Tensor]]:
+    """Output and gradients of Triton and of plain torch, of two experts of two blocks, and perhaps a shared one."""
+    from unifmoe_dist.kernels.triton import ffn
 
-    def compare() -> list[tuple[Tensor, Tensor]]:
-        experts, blocks = 2, 2
-        draw = _Draw(device, dtype)
-        x, keys, values = draw(_TOKENS, dim), draw(experts, blocks * width, dim), draw(experts, blocks * width, dim)
-        key_bias, value_bias = (draw(experts, n) if bias else None for n in (blocks * width, dim))
-        gate_keys = draw(experts, blocks * width, dim) if gated else None
-        gate_bias = draw(experts, blocks * width) if gated and bias else None
-        gates = draw(_TOKENS, experts).float().abs()
-        gates, chosen = gates.masked_fill(gates < 0.4 * gates.amax(), 0.0), draw(_TOKENS, blocks) > 0
-        seed = torch.tensor([1, -1], dtype=torch.int32, device=device)
-        more: dict[str, Any] = {"dropout": HiddenDropout(0.3, seed)} if dropout else {}
-        results = []
-        for kernel in (triton_block_ffn, grouped_block_ffn):
-            given = (keys, values, key_bias, value_bias, gate_keys, gate_bias)
-            leaves = [None if t is None else t.detach().requires_grad_() for t in given]
-            x_leaf, gate_leaf = x.detach().requires_grad_(), gates.detach().requires_grad_()
-            gate = dict(zip(("gate_keys", "gate_key_bias"), leaves[4:], strict=True))
-            weights = ExpertWeights(*leaves[:4], blocks, activation, **gate)  # type: ignore[call-arg, arg-type]
-            y = kernel(x_leaf, gate_leaf, chosen, weights, **more)
-            wanted = [x_leaf, gate_leaf, *(t for t in leaves if t is not None)]
-            results.append([y.detach(), *torch.autograd.grad(y, wanted, torch.ones_like(y))])
-        return list(zip(*results, strict=True))
+    experts, hidden = 2, 2 * case.width
+    draw = _Draw(case.device, case.dtype)
+    x, banks = draw(_TOKENS, case.dim), []
+    for count in (1, experts) if case.shared else (experts,):
+        drawn = [draw(count, hidden, case.dim) for _ in range(3 if case.gated else 2)]
+        biases = [draw(count, size) if case.bias else None for size in (hidden, case.dim, hidden)]
+        banks.append([*drawn[:2], *biases[:2], *((drawn[2], biases[2]) if case.gated else (None, None))])
+    gates, chosen = draw(_TOKENS, experts + case.shared).float().abs(), draw(_TOKENS, 2) > 0
+    gates = gates.masked_fill(gates < 0.4 * gates.amax(), 0.0)
+    seed = torch.tensor([1, -1], dtype=torch.int32, device=case.device)
+    dropout = HiddenDropout(0.3, seed) if case.dropout else None
 
-    kind = f"{'gated ' if gated else ''}block-sparse experts"
-    what = f"{kind} of width {dim} and blocks of {width} in {dtype}{' with dropout' if dropout else ''}"
-    return _proven(what, TOLERANCE[dtype], compare)
+    def fused(x: Tensor, gates: Tensor, *banks: ExpertWeights) -> Tensor:
+        options = ffn.TritonOptions(tile_rows=case.tile_rows)
+        shared = banks[0] if case.shared else None
+        return ffn.triton_block_ffn(x, gates, chosen, banks[-1], shared, options=options, dropout=dropout)
+
+    def plain(x: Tensor, gates: Tensor, *banks: ExpertWeights) -> Tensor:
+        if not case.shared:
+            return grouped_block_ffn(x, gates, chosen, banks[0], dropout)
+        rest = None if dropout is None else dropout.of_experts(1)
+        beside = grouped_block_ffn(x, gates[:, :1], chosen, banks[0], dropout)
+        return beside + grouped_block_ffn(x, gates[:, 1:], ~chosen, banks[1], rest)
+
+    results = []
+    for kernel in (fused, plain):
+        leaves = [[None if t is None else t.detach().requires_grad_() for t in bank] for bank in banks]
+        x_leaf, gate_leaf = x.detach().requires_grad_(), gates.detach().requires_grad_()
+        y = kernel(x_leaf, gate_leaf, *(_weights(case, bank) for bank in leaves))
+        wanted = [x_leaf, gate_leaf, *(t for bank in leaves for t in bank if t is not None)]
+        results.append([y.detach(), *torch.autograd.grad(y, wanted, torch.ones_like(y))])
+    return list(zip(*results, strict=True))
 
 
-@cache
-@not_compiled
-def _routing_works(device: torch.device, dtype: torch.dtype, dim: int, columns: int, num_blocks: int) -> bool:
+def _weights(case: _FFN, bank: Sequence[Any]) -> ExpertWeights:
+    keys, values, key_bias, value_bias, gate_keys, gate_key_bias = bank
+    return ExpertWeights(keys, values, key_bias, value_bias, 2, case.activation, gate_keys, gate_key_bias)
+
+
+def _compare_routing(case: _Routing) -> list[tuple[Tensor, Tensor]]:
+    """Decisions and gradients of Triton and of plain torch."""
     from unifmoe_dist.kernels.triton.routing import triton_route
 
-    def compare() -> list[tuple[Tensor, Tensor]]:
-        draw = _Draw(device, torch.float32)
-        x, weight = draw(_TOKENS, dim).to(dtype), torch.nn.functional.normalize(draw(columns, dim), dim=1)
-        prototypes = draw(num_blocks, dim)
-        pairs = []
-        for decide in (lambda x, w, p: triton_route(x, w, p, num_blocks), lambda x, w, p: route(x.float(), w, p)):
-            x_leaf, w_leaf = x.detach().requires_grad_(), weight.detach().requires_grad_()
-            r: Routing = decide(x_leaf, w_leaf, prototypes)
-            grads = torch.autograd.grad(r.shared_demand.square().sum() + r.gates.square().sum(), [x_leaf, w_leaf])
-            decisions = [r.shared_blocks.float().mean(0), (r.gates != 0).float().mean(0), _group_sizes(r) / _TOKENS]
-            pairs.append([r.shared_demand.detach(), r.affinity.detach(), *decisions, *grads])
-        return list(zip(*pairs, strict=True))
-
-    # A token whose decision is within rounding may fall either way: one in a hundred may.
-    return _proven(f"routing of width {dim} to {columns - 1} experts in {dtype}", 2e-2, compare)
+    blocks, draw = case.num_blocks, _Draw(case.device, torch.float32)
+    x = draw(_TOKENS, case.dim).to(case.dtype)
+    weight = torch.nn.functional.normalize(draw(case.columns, case.dim), dim=1)
+    prototypes = draw(blocks, case.dim)
+    pairs = []
+    for decide in (lambda x, w, p: triton_route(x, w, p, blocks), lambda x, w, p: route(x.float(), w, p)):
+        x_leaf, w_leaf = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        r: Routing = decide(x_leaf, w_leaf, prototypes)
+        grads = torch.autograd.grad(r.shared_demand.square().sum() + r.gates.square().sum(), [x_leaf, w_leaf])
+        decisions = [r.shared_blocks.float().mean(0), (r.gates != 0).float().mean(0), _group_sizes(r) / _TOKENS]
+        pairs.append([r.shared_demand.detach(), r.affinity.detach(), *decisions, *grads])
+    return list(zip(*pairs, strict=True))
 
 
 def _group_sizes(routing: Routing) -> Tensor:
@@ -120,22 +164,48 @@ class _Draw:
         self.generator = torch.Generator().manual_seed(0)
 
     def __call__(self, *shape: int) -> Tensor:
-        numbers = torch.randn(shape, generator=self.generator) / (shape[-1] ** 0.5 if len(shape) == 3 else 1.0)
-        return numbers.to(self.device, self.dtype)
+        numbers = torch.randn(shape, generator=self.generator, dtype=torch.float32, device="cpu")
+        return (numbers / (shape[-1] ** 0.5 if len(shape) == 3 else 1.0)).to(self.device, self.dtype)
 
 
-def _proven(what: str, tolerance: float, compare: Callable[[], list[tuple[Tensor, Tensor]]]) -> bool:
+@not_compiled
+def _proven(case: Any, tolerance: float, compare: Callable[[Any], list[tuple[Tensor, Tensor]]]) -> bool:
+    """Whether a case has passed, now or before; one that cannot be tried now has not, and is tried again later."""
+    if case in _verdicts:
+        return _verdicts[case]
+    if case.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return False  # a trial would become part of the graph
     try:
-        from unifmoe_dist.kernels.triton.tuning import first_tiles
-
-        # So small a case says nothing about speed.
-        with torch.inference_mode(False), torch.enable_grad(), first_tiles():
-            for got, expected in compare():
+        with _as_nobody_asked(case.device):
+            for got, expected in compare(case):
                 largest = expected.float().abs().amax().clamp(min=1e-3)
                 error = float((got.float() - expected.float()).abs().amax() / largest)
                 if not error <= tolerance:  # NaN as well
                     raise ArithmeticError(f"it differs from plain torch by {error:.2g} of the largest value")
+        _verdicts[case] = True
+    except torch.OutOfMemoryError:
+        return False  # says nothing of the kernels
     except Exception as error:  # whatever a compiler, driver or kernel raises: the answer is not to use it
-        warnings.warn(f"Triton is not used for {what}: {type(error).__name__}: {error}", stacklevel=2)
-        return False
-    return True
+        warnings.warn(f"Triton is not used for {case}: {type(error).__name__}: {error}", stacklevel=2)
+        _verdicts[case] = False
+    return _verdicts[case]
+
+
+@contextlib.contextmanager
+def _as_nobody_asked(device: torch.device) -> Iterator[None]:
+    """Without the caller's autocast, default type, default device and modes, and without timing of tiles."""
+    from unifmoe_dist.kernels.triton.tuning import first_tiles  # so small a case says nothing about speed
+
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with (
+            torch.autocast(device.type, enabled=False),
+            torch.device(device),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            first_tiles(),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)

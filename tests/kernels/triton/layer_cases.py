@@ -22,6 +22,7 @@ from unifmoe_dist.kernels.triton import ffn as triton_ffn
 from unifmoe_dist.kernels.triton import routing as triton_routing
 from unifmoe_dist.kernels.triton.ffn import triton_block_ffn
 from unifmoe_dist.kernels.triton.plan import scan_groups
+from unifmoe_dist.kernels.triton.rounds import LaunchShape, TritonOptions
 
 
 def check_layer(layer: UniFMoELayer, x: Tensor, token_mask: Tensor | None = None) -> None:
@@ -113,11 +114,12 @@ def test_selector_refuses_what_triton_cannot_run():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("gated,dropout", [(False, False), (False, True), (True, False), (True, True)])
-def test_trial_passes(dtype, gated, dropout, recwarn):
+def test_trial_passes(dtype, gated, dropout, shared, recwarn):
     x = random(4, 48, dtype=dtype)
     weights = bank(2, 48, 64, 2, dtype=dtype, gated=gated).weights()
-    assert self_test.ffn_works(x, weights, dropout) and self_test.routing_works(x, 5, 4)
+    assert self_test.ffn_works(x, weights, dropout, shared) and self_test.routing_works(x, 5, 4)
     assert not [w for w in recwarn if "Triton is not used" in str(w.message)]
 
 
@@ -125,17 +127,16 @@ def test_trial_passes(dtype, gated, dropout, recwarn):
 def test_trial_finds_a_faulty_kernel(fault, monkeypatch):
     """Then plain torch is used, with a warning, instead of a wrong or broken kernel."""
 
-    def faulty(x, gates, blocks, weights, *rest):
+    def faulty(x, gates, blocks, weights, **rest):
         if fault == "crash":
             raise RuntimeError("out of resource: shared memory")
         y = triton_block_ffn(x, gates, blocks, weights)
         return y * float("nan") if fault == "NaN" else y.detach() + 1.1 * (y - y.detach())
 
     monkeypatch.setattr(triton_ffn, "triton_block_ffn", faulty)
-    self_test._ffn_works.cache_clear()
+    monkeypatch.setattr(self_test, "_verdicts", {})
     with pytest.warns(UserWarning, match="Triton is not used for block-sparse experts"):
         assert not self_test.ffn_works(random(4, 48), bank(2, 48, 64, 2).weights())
-    self_test._ffn_works.cache_clear()
 
 
 def test_trial_finds_wrong_counts(monkeypatch):
@@ -146,7 +147,53 @@ def test_trial_finds_wrong_counts(monkeypatch):
         return replace(offsets, totals=offsets.totals.roll(1, 0))
 
     monkeypatch.setattr(triton_routing, "scan_groups", faulty)
-    self_test._routing_works.cache_clear()
+    monkeypatch.setattr(self_test, "_verdicts", {})
     with pytest.warns(UserWarning, match="Triton is not used for routing"):
         assert not self_test.routing_works(random(4, 16), 4, 3)
-    self_test._routing_works.cache_clear()
+
+
+def test_trial_knows_nothing_of_its_caller(monkeypatch, recwarn):
+    """Autocast, defaults and modes of whoever makes the first forward pass decide nothing."""
+    monkeypatch.setattr(self_test, "_verdicts", {})
+    x, weights = random(200, 48), bank(2, 48, 64, 2).weights()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"), torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+            assert self_test.routing_works(x, 5, 4) and self_test.ffn_works(x, weights)
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(before)
+    assert {case.dtype for case in self_test._verdicts} == {
+        torch.float32,
+        torch.bfloat16,
+    }  # of what came, not of what is
+    assert not [w for w in recwarn if "Triton is not used" in str(w.message)]
+
+
+def test_trial_runs_the_tiles_that_will_run(monkeypatch):
+    seen = []
+
+    def watched(*arguments, options, **more):
+        seen.append(options.tile_rows)
+        return triton_block_ffn(*arguments, options=options, **more)
+
+    monkeypatch.setattr(triton_ffn, "triton_block_ffn", watched)
+    monkeypatch.setattr(self_test, "_verdicts", {})
+    weights = bank(2, 48, 64, 2).weights()
+    for tokens, rows in ((4, 16), (200, 64), (64, 32)):
+        assert self_test.ffn_works(random(tokens, 48), weights) and seen[-1] == rows
+        given = random(tokens, 48), torch.ones(tokens, 2), weights.keys, 2
+        assert LaunchShape(*given, TritonOptions(), gated=False).tile_rows == rows
+
+
+def test_a_trial_without_memory_is_no_verdict(monkeypatch, recwarn):
+    def short(*arguments, **more):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(self_test, "_verdicts", {})
+    x, weights = random(4, 48), bank(2, 48, 64, 2).weights()
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_ffn, "triton_block_ffn", short)
+        assert not self_test.ffn_works(x, weights)
+    assert self_test.ffn_works(x, weights) and not recwarn.list

@@ -33,6 +33,16 @@ class TritonOptions:
     backward_tile_rows: int | None = None
 
 
+def tile_rows(device: torch.device, dtype: torch.dtype, tokens: int, experts: int) -> int:
+    """Rows of a tile of the forward pass, of so many experts in the same launches."""
+    largest = 128 if dtype.itemsize == 2 else 64
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        if getattr(properties, "shared_memory_per_block_optin", 2**20) < 128 * 1024:
+            largest = 64  # consumer cards
+    return tile_sizes.tile_rows(tokens, experts, largest)
+
+
 class LaunchShape:
     """Sizes that the launches of one call share."""
 
@@ -56,12 +66,7 @@ class LaunchShape:
         self.precision = precision(x.dtype)
 
     def _tile_rows(self, x: Tensor) -> int:
-        largest = 128 if x.element_size() == 2 else 64
-        if x.is_cuda:
-            properties = torch.cuda.get_device_properties(x.device)
-            if getattr(properties, "shared_memory_per_block_optin", 2**20) < 128 * 1024:
-                largest = 64  # consumer cards
-        return tile_sizes.tile_rows(self.n, self.experts, largest)
+        return tile_rows(x.device, x.dtype, self.n, self.experts)
 
     def round_tiles(self, plan: Plan, row_bytes: int) -> int:
         """Tiles computed in a round."""

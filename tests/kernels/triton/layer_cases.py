@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from unifmoe_dist import UniFMoELayer
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.kernels import block_ffn, reference_block_ffn, self_test, use_kernels
 from unifmoe_dist.kernels.triton import ffn as triton_ffn
+from unifmoe_dist.kernels.triton import plan, rounds
 from unifmoe_dist.kernels.triton import routing as triton_routing
 from unifmoe_dist.kernels.triton.ffn import triton_block_ffn
 from unifmoe_dist.kernels.triton.plan import scan_groups
@@ -197,3 +199,33 @@ def test_a_trial_without_memory_is_no_verdict(monkeypatch, recwarn):
         patch.setattr(triton_ffn, "triton_block_ffn", short)
         assert not self_test.ffn_works(x, weights)
     assert self_test.ffn_works(x, weights) and not recwarn.list
+
+
+def test_kernels_are_launched_on_the_device_of_their_tokens(monkeypatch):
+    """Triton launches on the current device, whatever the tensors are on."""
+    current: list[Tensor | None] = [None]
+
+    @contextlib.contextmanager
+    def device_of(tensor):
+        before, current[0] = current[0], tensor
+        yield
+        current[0] = before
+
+    class Watched:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            launched.append(current[0] is not None)
+            return self.kernel[grid]
+
+    launched: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    for module in (triton_ffn, triton_routing, plan, rounds):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Watched(getattr(module, name)))
+    layer, x = make_layer(), random(40, 32)
+    with use_kernels("triton"), torch.no_grad():
+        layer(x)
+        block_ffn(x, torch.ones(40, 3), torch.ones(40, 4, dtype=torch.bool), layer.experts.weights())
+    assert len(launched) > 8 and all(launched)

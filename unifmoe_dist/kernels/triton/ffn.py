@@ -96,7 +96,8 @@ def triton_block_ffn(
     """
     device_type = x_ND.device.type
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x_ND.dtype
-    with torch.autocast(device_type, enabled=False):
+    # Triton launches on the current device, which need not be x's; autograd sees to it in backward passes.
+    with torch.autocast(device_type, enabled=False), torch.cuda.device_of(x_ND):
         tensors = []
         for bank in (shared, weights):
             for name in _TENSORS:

@@ -67,9 +67,10 @@ def triton_route(
         The decision, with `by_products` where there are tokens. `shared_demand` and `gates` are views of its
         coefficients.
     """
-    coefficients, affinity, blocks, block_count, expert_count, *made = _TritonRoute.apply(
-        x_ND.contiguous(), weight_KD.contiguous(), keys_HD.detach().contiguous(), num_blocks, token_mask_N
-    )
+    with torch.cuda.device_of(x_ND):  # Triton launches on the current device, which need not be x's
+        coefficients, affinity, blocks, block_count, expert_count, *made = _TritonRoute.apply(
+            x_ND.contiguous(), weight_KD.contiguous(), keys_HD.detach().contiguous(), num_blocks, token_mask_N
+        )
     alpha, gates = coefficients[:, 0], coefficients[:, 1:]
     routing = Routing(alpha, blocks, affinity, gates, block_count, expert_count)
     if not made:

@@ -347,6 +347,27 @@ def test_more_families_fail_with_the_remedy_elsewhere(family, tmp_path, monkeypa
     assert len(moe_layers(type(model).from_pretrained(tmp_path))) == 1
 
 
+def test_a_family_without_an_activation_fails_with_the_remedy_elsewhere(tmp_path):
+    """DINOv2-giant's FFNs take none from their configuration; a process of its own opens the folder by both ways."""
+    model = next(row for row in FAMILIES if row.title == "DINOv2-giant" and row.kind == "vision").build()
+    upcycle(model, [1], K, B).save_pretrained(tmp_path)
+    code = (
+        "import sys, transformers\n"
+        "for name in ('AutoModel', 'Dinov2ForImageClassification'):\n"
+        "    try:\n"
+        "        getattr(transformers, name).from_pretrained(sys.argv[1])\n"
+        "    except (ValueError, OSError) as error:\n"
+        "        print(error)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0 and result.stdout.count("call unifmoe_dist.enable_from_pretrained() first") == 2
+    again = type(model).from_pretrained(tmp_path)
+    assert len(moe_layers(again)) == 1
+    again.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again/config.json").read_text() == (tmp_path / "config.json").read_text()
+    assert len(moe_layers(transformers.AutoModel.from_pretrained(tmp_path / "again"))) == 1
+
+
 @pytest.mark.parametrize("change", [{"ffns": None}, {"part": "decoder"}])
 def test_notes_that_do_not_fit_the_folder_are_refused(change, tmp_path):
     model = tiny_t5()

@@ -7,7 +7,8 @@ importing this package changes nothing there.
 
 A process that has not called it would build a dense model from an upcycled model's folder and fill its FFNs with random
 numbers, with no more than a warning. So the configuration of an upcycled model names its activation in a way that
-Transformers knows only after the call: without it, building the model fails at once and says what to call.
+Transformers knows only after the call: without it, building the model fails at once and says what to call. Where FFNs
+take no activation from the configuration, it also names a file of weights, which Transformers refuses with those words.
 """
 
 from __future__ import annotations
@@ -37,14 +38,18 @@ KEY = "unif_moe"
 """What a saved model's configuration tells of its upcycling, one entry per call."""
 _MARK = ", in UniF-MoE layers: call unifmoe_dist.enable_from_pretrained() first"
 _FORMER_MARK = ", in UniF-MoE layers: import unifmoe_dist first"
+_WEIGHTS = "transformers_weights"
+_FIXED_ACTIVATION = ("use_swiglu_ffn",)
+"""What the configuration of a model has whose FFNs take no activation from it: DINOv2-giant's."""
 
 
 def enable_from_pretrained() -> None:
     """Let Transformers' `from_pretrained` rebuild the layers of upcycled models that `save_pretrained` wrote.
 
     A process that loads such a folder calls this first; one in which `upcycle` had a Transformers model need not.
-    It extends `post_init`, `save_pretrained` and `from_pretrained` of `transformers.PreTrainedModel` for models with
-    layers of experts and leaves others as they are. Calling it again changes nothing.
+    It extends `post_init`, `save_pretrained` and `from_pretrained` of `transformers.PreTrainedModel`, `to_diff_dict`
+    and `from_dict` of its configuration, for models with layers of experts and leaves others as they are. Calling it
+    again changes nothing.
     """
     known = importlib.import_module("transformers.activations").ACT2FN
     for name in list(known):
@@ -80,6 +85,24 @@ def enable_from_pretrained() -> None:
     post_init.rebuilds_unif_moe = True  # type: ignore[attr-defined]
     pretrained.post_init, pretrained.save_pretrained = post_init, save_pretrained
     pretrained.from_pretrained = classmethod(from_pretrained)
+    _extend_configurations(importlib.import_module("transformers.configuration_utils").PretrainedConfig)
+
+
+def _extend_configurations(config: Any) -> None:
+    """Write the mark of models whose activation carries none into their folders, and read over it."""
+    write, read = config.to_diff_dict, config.__dict__["from_dict"]
+
+    @wraps(write)
+    def to_diff_dict(self: Any) -> dict[str, Any]:
+        fixed = _notes(self) and any(getattr(self, name, False) for name in _FIXED_ACTIVATION)
+        return {**write(self), **({_WEIGHTS: "weights" + _MARK} if fixed else {})}
+
+    @wraps(read.__func__)
+    def from_dict(cls: type, config_dict: dict[str, Any], **options: Any) -> Any:
+        marked = str(config_dict.get(_WEIGHTS)).endswith(_MARK)
+        return read.__func__(cls, {k: v for k, v in config_dict.items() if not (marked and k == _WEIGHTS)}, **options)
+
+    config.to_diff_dict, config.from_dict = to_diff_dict, classmethod(from_dict)
 
 
 def _rebuild(model: nn.Module) -> None:

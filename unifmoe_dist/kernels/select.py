@@ -7,7 +7,9 @@ The layer calls these functions only. `use_kernels` overrides the choice, for te
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
+import warnings
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
@@ -218,4 +220,13 @@ def _triton_routes(x: Tensor, router: Router, num_blocks: int) -> bool:
 def _supported(reason: str | None) -> bool:
     if reason and _choice == "triton":
         raise UserError(f"kernels 'triton' cannot run here: {reason}; use 'auto' or 'grouped'.")
+    if reason:
+        _say_once(reason)
     return reason is None
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    warnings.warn(
+        f"plain torch, which is several times slower, takes the place of Triton's kernels: {reason}.", stacklevel=2
+    )

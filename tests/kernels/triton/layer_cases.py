@@ -18,7 +18,7 @@ from tests.support.triton import (
 )
 from unifmoe_dist import UniFMoELayer
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.kernels import block_ffn, reference_block_ffn, self_test, use_kernels
+from unifmoe_dist.kernels import block_ffn, reference_block_ffn, select, self_test, use_kernels
 from unifmoe_dist.kernels.triton import ffn as triton_ffn
 from unifmoe_dist.kernels.triton import plan, rounds
 from unifmoe_dist.kernels.triton import routing as triton_routing
@@ -113,6 +113,17 @@ def test_selector_refuses_what_triton_cannot_run():
     with use_kernels("triton"), pytest.raises(UserError, match="24"):
         block_ffn(*arguments)
     torch.testing.assert_close(block_ffn(*arguments), reference_block_ffn(*arguments))
+
+
+def test_shapes_that_triton_does_not_take_are_said_once(monkeypatch, recwarn):
+    monkeypatch.setattr(select, "_wants_triton", lambda x: True)
+    layer, x = make_layer(dim=24, hidden=64), random(7, 24)
+    expected = layer.eval()(x)
+    with use_kernels("reference"):
+        torch.testing.assert_close(layer(x), expected)
+    layer(x)
+    (said,) = [str(w.message) for w in recwarn if "plain torch" in str(w.message)]
+    assert "model width 24 and block width 16 must be multiples of 16" in said
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

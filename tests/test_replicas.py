@@ -158,8 +158,9 @@ def states(rank: int, world: int, folder: str) -> bool:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
     bert = spread("bert")
-    with pytest.raises(UserError, match="spread over 2 ranks; give it state_dict=unifmoe_dist.full_state_dict"):
-        bert.save_pretrained(Path(folder) / "bert")
+    for state in (None, bert.state_dict()):
+        with pytest.raises(UserError, match="spread over 2 ranks; give it state_dict=unifmoe_dist.full_state_dict"):
+            bert.save_pretrained(Path(folder) / "bert", state_dict=state)
     batch = inputs("bert")
     output, whole = logits(bert, batch), full_state_dict(bert)
     if rank == 0:

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.lending import is_quantised
+from unifmoe_dist.lending import is_dtensor, is_quantised
 from unifmoe_dist.upcycling.convert import convert, layer_maker, moe_layers, saved_arguments
 from unifmoe_dist.upcycling.families import find_adapter, wrapped_model
 
@@ -181,7 +181,8 @@ def _prepare_saving(model: Any, state: Mapping[str, Any] | None) -> None:
                 "quantise what from_pretrained gives, or keep its state_dict() with torch.save."
             )
         if layer.expert_group is not None and dist.get_world_size(layer.expert_group) > 1:
-            if len((state or {}).get(f"{name}.experts.keys", ())) != layer.config.num_experts:
+            given = (state or {}).get(f"{name}.experts.keys", ())
+            if is_dtensor(given) or len(given) != layer.config.num_experts:  # as Trainer gives the model's own
                 raise UserError(
                     f"save_pretrained would write this rank's experts alone, but they are spread over "
                     f"{dist.get_world_size(layer.expert_group)} ranks; give it state_dict="

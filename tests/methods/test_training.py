@@ -12,6 +12,7 @@ from tests.support.faults import SMALL
 from tests.support.jobs import run_job
 from tests.support.methods import METHODS, OPTIONS, SHAPE, applied, small_config
 from tests.support.ranks import run_ranks
+from unifmoe_dist.lending import here
 from unifmoe_dist.methods import MOE_LAYERS, LayerOptions, upcycle_baseline
 from unifmoe_dist.runtime.ranks import running_ranks
 from unifmoe_dist.train import build, checkpoint, export
@@ -133,7 +134,7 @@ def expand_under(rank, world, folder, zero, size, optimizer):
         for _ in range(2):
             trainer.train_step()
         active = [layer.active.tolist() for layer in trainer.layers.values()]
-        weights = {n: t.detach().clone() for n, t in trainer.model.state_dict().items()}
+        weights = {n: here(t).detach().clone() for n, t in trainer.model.state_dict().items()}
         return checkpoint.split_by_expert(trainer.model, weights), active, forgotten
 
 

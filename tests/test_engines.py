@@ -29,7 +29,7 @@ from tests.support.one_rank import (
 )
 from tests.support.ranks import run_ranks
 from tests.support.small_models import logits
-from unifmoe_dist import param_groups
+from unifmoe_dist import full_state_dict, param_groups
 from unifmoe_dist.engines import divide_groups, mark
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling import moe_layers
@@ -106,6 +106,10 @@ def equals_one_rank(rank: int, world: int, folder: str, size: int, cases: list[t
             assert len(engine.lr_scheduler.base_lrs) == len(engine.basic_optimizer.param_groups)
         expected = one_rank(clip, world)
         check_training(engine, expected, rank, world)
+        if size > 1 and (state := full_state_dict(engine.module)):  # on rank 0
+            again = whole_model()
+            again.load_state_dict(state)
+            assert_same_weights(again, expected[-1][2])
         if stage == 3:
             check_fetches(engine)
             check_files(engine, expected[-1][2], Path(folder))

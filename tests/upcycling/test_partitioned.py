@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from importlib.metadata import version
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 
@@ -13,6 +15,7 @@ from tests.support.small_models import B, build, logits, moved
 from unifmoe_dist import diversity_loss, enable_from_pretrained, upcycle
 from unifmoe_dist.upcycling import moe_layers
 
+DEEPSPEED = tuple(map(int, version("deepspeed").split(".")[:2]))
 ZERO_3 = {
     "train_micro_batch_size_per_gpu": 2,
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
@@ -49,6 +52,9 @@ def opened(rank: int, world: int, folder: str) -> bool:
     return True
 
 
+@pytest.mark.skipif(
+    DEEPSPEED < (0, 19), reason="0.17 with Transformers 4.57 makes some weights random, upcycled or not, on CPU ranks"
+)
 def test_models_made_in_parts_are_the_same(tmp_path):
     torch.manual_seed(0)
     for name, model in (("bert", build("bert")), ("llama", llama())):

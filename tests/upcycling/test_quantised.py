@@ -62,6 +62,7 @@ def test_int8_experts_compute_as_their_weights_say(tokens, gated):
     assert file_size(int8) < 0.4 * file_size(layer)
 
 
+@torch.no_grad()
 def test_the_error_of_int8_is_that_of_rounding():
     """Each weight is off by half a step of its channel at most, and so outputs by a hundredth where blocks stay."""
     torch.manual_seed(0)

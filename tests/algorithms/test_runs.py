@@ -16,6 +16,7 @@ from unifmoe_dist.algorithms.dmda import add_selective_head
 from unifmoe_dist.config import AlgorithmConfig, DataConfig, DMDAConfig, ModelConfig, OptimConfig, TrainConfig
 from unifmoe_dist.data.digits import build_digits_vit, digits_task
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.lending import here
 from unifmoe_dist.runtime.ranks import Ranks, running_ranks
 from unifmoe_dist.train import build, checkpoint, export
 from unifmoe_dist.train.cli import load_train_config
@@ -154,7 +155,7 @@ def train_all(rank, world, folder):
             parts = {"": trainer.model, "algorithm.": trainer.algorithm.extra}
             weights = {}
             for start, part in parts.items():
-                own = {n: t.detach().clone() for n, t in part.state_dict().items()}
+                own = {n: here(t).detach().clone() for n, t in part.state_dict().items()}
                 weights.update({start + n: t for n, t in checkpoint.split_by_expert(part, own).items()})
             results.append((losses, weights))
     return results

@@ -106,7 +106,7 @@ def equals_one_rank(rank: int, world: int, folder: str, size: int, cases: list[t
             assert len(engine.lr_scheduler.base_lrs) == len(engine.basic_optimizer.param_groups)
         expected = one_rank(clip, world)
         check_training(engine, expected, rank, world)
-        if size > 1 and (state := full_state_dict(engine.module)):  # on rank 0
+        if size > 1 and (state := full_state_dict(engine)):  # on rank 0
             again = whole_model()
             again.load_state_dict(state)
             assert_same_weights(again, expected[-1][2])

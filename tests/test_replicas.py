@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.ranks import run_ranks
 from tests.support.small_models import B, build, inputs, logits
-from unifmoe_dist import full_state_dict, leave_experts_alone, upcycle
+from unifmoe_dist import full_state_dict, leave_experts_alone, param_groups, upcycle
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling import moe_layers
 
@@ -84,6 +84,8 @@ def wrappers(rank: int, world: int) -> bool:
     for parameter in next(iter(moe_layers(sharded).values())).experts.parameters():
         assert parameter.dtype == parameter.grad.dtype == torch.float32 and parameter.grad.isfinite().all()
 
+    with pytest.raises(UserError, match="expert_group is 'world', but must be a process group"):
+        upcycle(build("timm"), [0], 4, B, expert_group="world")
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "expert"))
     with pytest.raises(UserError, match=r"a mesh of 2 dimensions \('replica', 'expert'\); choose one of them"):
         upcycle(build("timm"), [0], 4, B, expert_group=mesh)
@@ -168,6 +170,34 @@ def states(rank: int, world: int, folder: str) -> bool:
         loaded = type(bert).from_pretrained(Path(folder) / "bert")
         torch.testing.assert_close(logits(loaded, batch), output)
     return True
+
+
+def adapters_and_matrices(rank: int, world: int, folder: str) -> bool:
+    """What has no state of the whole is refused before it is written, or when another rank reads it."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=[], target_parameters=["experts.keys"], r=2)
+    adapted = peft.get_peft_model(spread("timm"), config)
+    for save in (full_state_dict, lambda model: model.state_dict(), lambda model: model.save_pretrained(folder)):
+        with pytest.raises(UserError, match="mlp.experts are of experts that are spread over ranks"):
+            save(adapted)
+    assert bool(full_state_dict(adapted.merge_and_unload())) == (rank == 0)
+
+    model = spread("timm")
+    groups = param_groups(model, muon=True)
+    muon = torch.optim.Muon([group for group in groups if group["use_muon"]])
+    logits(DistributedDataParallel(model), inputs("timm")).sum().backward()
+    muon.step()
+    torch.save(muon.state_dict(), f"{folder}/{rank}.pt")
+    dist.barrier()
+    muon.load_state_dict(torch.load(f"{folder}/{rank}.pt", weights_only=True))
+    with pytest.raises(UserError, match=f"saved by rank {1 - rank} of 2"):
+        muon.load_state_dict(torch.load(f"{folder}/{1 - rank}.pt", weights_only=True))
+    muon.step()
+    return True
+
+
+def test_adapters_and_matrices(tmp_path):
+    assert run_ranks(2, adapters_and_matrices, str(tmp_path)) == [True, True]
 
 
 def test_wrappers():

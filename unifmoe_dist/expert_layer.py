@@ -221,6 +221,14 @@ class ExpertLayer(nn.Module, Generic[Config]):
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if self.experts is not bare(self.experts) and bare(self.experts).share is not None and not keep_vars:
+            raise UserError(
+                f"The adapters on {prefix}experts are of experts that are spread over ranks, and a state would hold "
+                "one rank's alone; merge them first (merge_and_unload), or adapt a model upcycled without expert_group."
+            )
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
     def load_dense(
         self,
         up_weight: Tensor,

@@ -39,6 +39,11 @@ def as_group(group: ExpertGroup) -> dist.ProcessGroup | None:
     Raises:
         UserError: a mesh of several dimensions.
     """
+    if isinstance(group, (str, int)):
+        raise UserError(
+            f"expert_group is {group!r}, but must be a process group such as torch.distributed.group.WORLD, one "
+            "dimension of a DeviceMesh, or None."
+        )
     if not isinstance(group, DeviceMesh):
         return group
     if group.ndim != 1:

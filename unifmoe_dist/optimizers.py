@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.expert_share import ExpertShare
 from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.lending import is_dtensor
 
@@ -64,10 +65,13 @@ class ExpertMatrix(nn.Parameter):
     bank: nn.Parameter
     expert: int
     transposed: bool
+    expert_share: ExpertShare
 
     def __new__(cls, bank: nn.Parameter, expert: int, transposed: bool) -> ExpertMatrix:
         matrix = super().__new__(cls, _matrix(bank.detach(), expert, transposed), True)
         matrix.bank, matrix.expert, matrix.transposed = bank, expert, transposed
+        if hasattr(bank, "expert_share"):
+            matrix.expert_share = bank.expert_share  # so another rank's moments are refused
         return matrix
 
     @property

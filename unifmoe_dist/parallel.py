@@ -5,6 +5,7 @@ Distributed checkpoints need nothing of it: `model.state_dict()` and an optimise
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,14 +38,17 @@ def clip_grad_norm_(
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """The whole model's `state_dict` on the CPU, as if on one rank: for `torch.save`, or safetensors; collective.
 
-    Names are those of the bare model, below DistributedDataParallel, FSDP 2 and torch.compile.
+    Names are those of the bare model, below DistributedDataParallel, FSDP 2, an engine of DeepSpeed and torch.compile.
 
     Returns:
         On rank 0 the state, on other ranks nothing.
+
+    Raises:
+        UserError: ZeRO 3 has spread the weights; or adapters stand on experts that are spread over ranks.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return get_model_state_dict(_whole_here(model), options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
 @torch.no_grad()
@@ -61,7 +65,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None) -> N
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
     from torch.distributed.tensor import distribute_tensor
 
-    own: dict[str, Any] = get_model_state_dict(model)
+    own: dict[str, Any] = get_model_state_dict(_whole_here(model))
     _compare({name: tuple(value.shape) for name, value in own.items() if isinstance(value, Tensor)}, state)
     for name, value in own.items():
         if not isinstance(value, Tensor):
@@ -74,6 +78,17 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None) -> N
         if is_dtensor(value):
             whole = distribute_tensor(whole, value.device_mesh, value.placements, src_data_rank=None)
         value.copy_(whole)
+
+
+def _whole_here(model: nn.Module) -> nn.Module:
+    """The model inside an engine of DeepSpeed, if it is one; ZeRO 3's parts are refused."""
+    if any(getattr(p, "ds_numel", p.numel()) != p.numel() for p in model.parameters()):
+        raise UserError(
+            "ZeRO 3 has spread the model's weights; call this inside deepspeed.zero.GatheredParameters("
+            "list(model.parameters()), modifier_rank=0), or use engine.save_16bit_model."
+        )
+    engine: Any = sys.modules.get("deepspeed.runtime.engine")
+    return model.module if engine is not None and isinstance(model, engine.DeepSpeedEngine) else model
 
 
 def _rank() -> int:

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 
 from tests.support.ranks import run_ranks
 from tests.support.small_models import B, K, build, inputs, logits, moved
-from unifmoe_dist import UniFMoEConfig, UniFMoELayer, diversity_loss, upcycle
+from unifmoe_dist import UniFMoEConfig, UniFMoELayer, diversity_loss, full_state_dict, upcycle
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.routing import Router
@@ -264,6 +264,11 @@ def zero3_equals_whole(model, batch, output, gram, gradients) -> None:
     engine.backward(got.square().mean() + 0.1 * got_gram)
     torch.testing.assert_close(got, output)
     torch.testing.assert_close(got_gram, gram)
+    with pytest.raises(UserError, match="ZeRO 3 has spread the model's weights; call this inside deepspeed.zero.Gath"):
+        full_state_dict(engine)
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        state = full_state_dict(engine)
+    assert not state or {name: t.shape for name, t in state.items()} == {n: g.shape for n, g in gradients.items()}
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(safe_get_full_grad(parameter), gradients[name], rtol=1e-4, atol=1e-6)
 

@@ -13,6 +13,7 @@ from tests.support.jobs import run_job
 from tests.support.ranks import run_ranks
 from tests.support.training import make_config
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.lending import here
 from unifmoe_dist.runtime.ranks import running_ranks
 from unifmoe_dist.train import checkpoint
 from unifmoe_dist.train.trainer import Trainer
@@ -72,7 +73,7 @@ def train_spoiled(rank, world, folder, where, choice, zero_stage, leave_out=Fals
                 losses.append(float(result.sums["task_loss"]) if result.finite else None)
         except UserError as error:
             return str(error)
-        weights = {n: t.detach().clone() for n, t in run.model.state_dict().items()}
+        weights = {n: here(t).detach().clone() for n, t in run.model.state_dict().items()}
         return losses, weights, run.skipped
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.expert_gradients import clip_by_norm_over_ranks
+from unifmoe_dist.expert_gradients import clip_by_norm_over_ranks, expert_teams
 
 _PRECISIONS = ("_configure_fp16_optimizer", "_configure_bf16_optimizer")
 _FILES = ("save_checkpoint", "load_checkpoint", "save_16bit_model", "save_fp16_model")
@@ -124,20 +124,14 @@ def _enter(name: str, group: dist.ProcessGroup) -> None:
 
 def _replicas(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """The ranks that hold the same experts as this one."""
-    own = dist.get_process_group_ranks(group)
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
-    teams = sorted({tuple(ranks) for ranks in gathered})
-    if sorted(rank for team in teams for rank in team) != [*range(len(gathered))]:
-        raise UserError(f"{len(gathered)} ranks hold experts as the expert_groups {teams}; give upcycle disjoint ones.")
-    if len({len(team) for team in teams}) > 1:
-        raise UserError(f"The expert_groups {teams} are of different sizes; give upcycle groups of one size.")
+    assert dist.group.WORLD is not None
+    teams = expert_teams(group, [dist.group.WORLD])
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     timeout = group._get_backend(device).options._timeout
     made: list[Any] = [
         dist.new_group(list(ranks), timeout=timeout) for ranks in zip(*teams, strict=True)
     ]  # every rank makes all
-    return made[own.index(dist.get_rank())]
+    return made[dist.get_process_group_ranks(group).index(dist.get_rank())]
 
 
 def _take_over(engine: Any) -> None:

@@ -8,11 +8,11 @@ experts average what they have; of gradients that were averaged before, as in ac
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad, clip_grads_with_norm_, get_total_norm
 
+from unifmoe_dist.eager import called_by
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_share import ExpertShare
 from unifmoe_dist.lending import is_dtensor
@@ -95,7 +96,7 @@ def _replicas(share: ExpertShare, groups: Sequence[dist.ProcessGroup]) -> dist.P
     """The ranks that hold the same experts as this one; None where there is no other. Collective at first use.
 
     Raises:
-        UserError: the data-parallel ranks do not fall into groups of experts.
+        UserError: as `expert_teams`.
     """
     places = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
     own = dist.get_process_group_ranks(share.group)
@@ -104,22 +105,36 @@ def _replicas(share: ExpertShare, groups: Sequence[dist.ProcessGroup]) -> dist.P
     known = _replica_groups.setdefault(share.group, {})
     key = tuple(sorted(places))
     if key not in known:
-        held = [own]
-        for group in groups:
-            gathered: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(gathered, held, group=group)
-            held = [ranks for part in gathered for ranks in part]
-        teams = sorted({tuple(ranks) for ranks in held})
-        ranks = [rank for team in teams for rank in team]
-        if len(ranks) != len(held) or {len(team) for team in teams} != {len(own)}:
-            raise UserError(
-                f"{len(held)} data-parallel ranks hold experts in groups {teams}, which must be disjoint, of one size, "
-                "and of data-parallel ranks alone; give upcycle such groups."
-            )
+        teams = expert_teams(share.group, groups)
         place = own.index(dist.get_rank())
         members = [team[place] for team in teams]
         known[key] = dist.new_group(members, use_local_synchronization=True)  # type: ignore[assignment]
     return known[key] if dist.get_world_size(known[key]) > 1 else None
+
+
+def expert_teams(own: dist.ProcessGroup, groups: Sequence[dist.ProcessGroup]) -> list[tuple[int, ...]]:
+    """The groups into which data-parallel ranks fall that share experts, `own` among them; collective over `groups`,
+    which together join all these ranks.
+
+    Raises:
+        UserError: they fall into none.
+    """
+    held = [dist.get_process_group_ranks(own)]
+    ranks = sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)})
+    for group in groups:
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, held, group=group)
+        held = [team for part in gathered for team in part]
+    teams = sorted({tuple(team) for team in held})
+    members = [rank for team in teams for rank in team]
+    if len(groups) == 1 and sorted(members) != ranks or len(members) != len(held):
+        raise UserError(
+            f"{len(held)} ranks hold experts as the expert_groups {teams}; give upcycle disjoint ones, of these ranks "
+            "alone."
+        )
+    if len({len(team) for team in teams}) > 1:
+        raise UserError(f"The expert_groups {teams} are of different sizes; give upcycle groups of one size.")
+    return teams
 
 
 # -- what others do with gradients ------------------------------------------------------------------------------------
@@ -139,7 +154,7 @@ class ExpertGradient(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-            if func is torch.linalg.vector_norm and _called_from(clip_grad.__file__):
+            if func is torch.linalg.vector_norm and called_by(_is_clipping):
                 return norm_over_ranks(result, args[1] if len(args) > 1 else 2.0, args[0].group)
             if func is torch._amp_foreach_non_finite_check_and_unscale_:
                 for group in {g.group for g in args[0] if isinstance(g, ExpertGradient)}:
@@ -153,6 +168,10 @@ class ExpertGradient(Tensor):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
+def _is_clipping(code: CodeType) -> bool:
+    return code.co_filename == clip_grad.__file__
+
+
 def norm_over_ranks(norm: Tensor, order: float, group: dist.ProcessGroup) -> Tensor:
     """The norm of what all ranks of a group hold, from that of this rank's part; collective."""
     if order == float("inf"):
@@ -161,10 +180,6 @@ def norm_over_ranks(norm: Tensor, order: float, group: dist.ProcessGroup) -> Ten
     total = norm**order
     dist.all_reduce(total, group=group)
     return total ** (1 / order)
-
-
-def _called_from(file: str) -> bool:
-    return sys._getframe(2).f_code.co_filename == file
 
 
 @torch.no_grad()

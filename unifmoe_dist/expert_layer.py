@@ -145,7 +145,7 @@ class ExpertLayer(nn.Module, Generic[Config]):
                 are spread over ranks inside DDP, FSDP or the like, which would treat them as copies of each other.
         """
         self._check_shapes(x, token_mask)
-        if bare(self.experts).share is not None:
+        if self.share is not None:
             self._look_around(x.dtype)
         tokens = x.reshape(-1, x.shape[-1])
         if token_mask is not None:
@@ -215,14 +215,13 @@ class ExpertLayer(nn.Module, Generic[Config]):
             UserError: the engine cannot train experts that are spread over ranks, or not with its optimiser.
         """
         refuse_parts()
-        group = self.expert_group
-        if group is not None and dist.get_world_size(group) > 1:
-            introduce(self.experts, group, self.config.num_experts)
+        if self.share is not None:
+            introduce(self.experts, self.share.group, self.config.num_experts)
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if self.experts is not bare(self.experts) and bare(self.experts).share is not None and not keep_vars:
+        if self.experts is not bare(self.experts) and self.share is not None and not keep_vars:
             raise UserError(
                 f"The adapters on {prefix}experts are of experts that are spread over ranks, and a state would hold "
                 "one rank's alone; merge them first (merge_and_unload), or adapt a model upcycled without expert_group."
@@ -294,6 +293,11 @@ class ExpertLayer(nn.Module, Generic[Config]):
     def expert_group(self) -> dist.ProcessGroup | None:
         """Ranks over which the experts are sharded; None where all are here."""
         return getattr(self.dispatcher, "group", None)
+
+    @property
+    def share(self) -> ExpertShare | None:
+        """Which of the residual experts this rank holds; None where all are here."""
+        return bare(self.experts).share
 
     def _collect(self, expert: int, group: dist.ProcessGroup) -> FFN:
         asked = torch.tensor([expert], device=bare(self.experts).keys.device)

@@ -17,7 +17,7 @@ from unifmoe_dist.data.task import TaskData
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods import LayerOptions
 from unifmoe_dist.methods.registry import EVERY_LAYER, REGISTRY, method_of
-from unifmoe_dist.optimizers import is_decayed
+from unifmoe_dist.optimizers import param_groups
 from unifmoe_dist.runtime.ranks import Ranks
 from unifmoe_dist.train import deepspeed
 from unifmoe_dist.upcycling import moe_layers, upcycle
@@ -149,11 +149,9 @@ def build_algorithm(config: TrainConfig, task: TaskData, ranks: Ranks | None = N
 
 def parameter_groups(model: nn.Module, weight_decay: float, decay: str = "matrices") -> list[dict[str, Any]]:
     """An optimiser's groups, as `param_groups` makes them; "all" decays everything."""
-    kinds: dict[bool, list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            kinds.setdefault(decay == "all" or is_decayed(name, parameter), []).append(parameter)
-    return [{"params": kind, "weight_decay": weight_decay if decayed else 0.0} for decayed, kind in kinds.items()]
+    if decay == "all":
+        return [{"params": [p for p in model.parameters() if p.requires_grad], "weight_decay": weight_decay}]
+    return param_groups(model, weight_decay)
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:

@@ -180,17 +180,18 @@ def _prepare_saving(model: Any, state: Mapping[str, Any] | None) -> None:
                 f"save_pretrained cannot write the quantised experts of {name}; save the model before quantize_ and "
                 "quantise what from_pretrained gives, or keep its state_dict() with torch.save."
             )
-        if layer.expert_group is not None and dist.get_world_size(layer.expert_group) > 1:
+        if layer.share is not None:
             given = (state or {}).get(f"{name}.experts.keys", ())
             if is_dtensor(given) or len(given) != layer.config.num_experts:  # as Trainer gives the model's own
                 raise UserError(
                     f"save_pretrained would write this rank's experts alone, but they are spread over "
-                    f"{dist.get_world_size(layer.expert_group)} ranks; give it state_dict="
+                    f"{dist.get_world_size(layer.share.group)} ranks; give it state_dict="
                     "unifmoe_dist.full_state_dict(model), which all ranks must call and rank 0 gets."
                 )
-            for module in model.modules():
-                for entry in _notes(module.__dict__.get("config")):
-                    entry["expert_parallel_size"] = 1
+    if any(layer.share is not None for layer in layers.values()):  # what is written is whole
+        for module in model.modules():
+            for entry in _notes(module.__dict__.get("config")):
+                entry["expert_parallel_size"] = 1
     if not layers or not type(model).__module__.startswith("transformers."):
         return  # a class of somebody's own may well make its layers itself
     parts = {name: part for name, part in model.named_modules() if name and _notes(part.__dict__.get("config"))}

@@ -12,7 +12,6 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import ExpertLayer
 from unifmoe_dist.expert_share import ExpertGroup, as_group
 from unifmoe_dist.layer import UniFMoELayer
-from unifmoe_dist.lending import bare
 from unifmoe_dist.methods.registry import UNIF
 from unifmoe_dist.replicas import leave_alone
 from unifmoe_dist.upcycling.convert import convert, layer_maker, moe_layers, noted
@@ -87,17 +86,13 @@ def leave_experts_alone(module: nn.Module) -> None:
     `upcycle` does so for the model that it is given; DistributedDataParallel looks at the module that it is given
     itself. So a module of one's own around an upcycled model, or an adapter's, is told by this call.
     """
-    if any(bare(layer.experts).share is not None for layer in _expert_layers(module)):
+    if _spread_parameters(module):
         leave_alone(module, _spread_parameters)
-
-
-def _expert_layers(module: nn.Module) -> list[ExpertLayer[Any]]:
-    return [layer for layer in module.modules() if isinstance(layer, ExpertLayer)]
 
 
 def _spread_parameters(module: nn.Module) -> list[str]:
     """Names of the parameters of banks that are spread over ranks, and of what adapts them."""
-    layers = (layer for layer in _expert_layers(module) if bare(layer.experts).share is not None)
+    layers = [layer for layer in module.modules() if isinstance(layer, ExpertLayer) and layer.share is not None]
     spread = {id(parameter) for layer in layers for parameter in layer.experts.parameters()}
     return [name for name, parameter in module.named_parameters() if id(parameter) in spread]
 

@@ -55,6 +55,7 @@ class TrainBatches:
         micro_batches: Parts into which a rank's share is cut.
         workers: Processes that read ahead; they change no batch.
         replacement: Draw every item anew from its whole environment, in place of epochs.
+        pin: Whether batches that were read ahead are in pinned memory, from which a device copies by itself.
     """
 
     def __init__(
@@ -67,10 +68,11 @@ class TrainBatches:
         micro_batches: int,
         workers: int = 0,
         replacement: bool = False,
+        pin: bool = False,
     ) -> None:
         self.task, self.batch_size, self.seed = task, batch_size, seed
         self.rank, self.world_size, self.micro_batches = rank, world_size, micro_batches
-        self.workers, self.replacement = workers, replacement
+        self.workers, self.replacement, self.pin = workers, replacement, pin
         self._read = BatchReader(task.train, task.collate, task.augment)
         self._permutation = lru_cache(maxsize=4 * len(task.train))(self._permutation_of_epoch)
         self._stream: Generator[Batch, None, None] | None = None
@@ -101,7 +103,7 @@ class TrainBatches:
             return
         if self._stream is None or first != self._position:
             following = itertools.chain.from_iterable(map(self._items, itertools.count(step)))
-            self._stream, self._position = read_ahead(self._read, following, self.workers), first
+            self._stream, self._position = read_ahead(self._read, following, self.workers, self.pin), first
         for _ in range(self.micro_batches):
             batch = next(self._stream)
             self._position += 1
@@ -136,12 +138,12 @@ def _generator(*numbers: int) -> torch.Generator:
 
 
 def evaluation_batches(
-    dataset: Dataset, task: TaskData, batch_size: int, rank: int, world_size: int, workers: int = 0
+    dataset: Dataset, task: TaskData, batch_size: int, rank: int, world_size: int, workers: int = 0, pin: bool = False
 ) -> Iterator[tuple[Batch, Tensor]]:
     """This rank's share of a dataset, every item once over all ranks, and a 0/1 weight per item.
 
     Every rank yields the same number of batches, as collective layers need; a rank that has run out repeats an item
-    with weight 0. `workers` processes read ahead.
+    with weight 0. `workers` processes read ahead, into pinned memory where `pin` says so.
     """
     total = len(dataset)  # type: ignore[arg-type]
     own = range(rank, total, world_size)
@@ -149,6 +151,6 @@ def evaluation_batches(
         own[number * batch_size : (number + 1) * batch_size] for number in range(-(-total // (world_size * batch_size)))
     ]
     keys = [[Item(0, index) for index in part or [0]] for part in chosen]
-    batches = read_ahead(BatchReader([dataset], task.collate), keys, min(workers, len(keys)))
+    batches = read_ahead(BatchReader([dataset], task.collate), keys, min(workers, len(keys)), pin)
     for part, batch in zip(chosen, batches, strict=True):
         yield batch, torch.ones(len(part)) if part else torch.zeros(1)

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
 from unifmoe_dist.data.task import TaskData, logits_of
 from unifmoe_dist.runtime.ranks import Ranks
 from unifmoe_dist.train.batches import evaluation_batches
+from unifmoe_dist.train.feed import Feed
+from unifmoe_dist.train.nested import to_device
 from unifmoe_dist.upcycling import moe_layers
 from unifmoe_dist.usage import UsageSummary
 
@@ -26,11 +28,6 @@ class Score:
     accuracy: float
     per_dataset: list[float]
     usage: dict[str, UsageSummary]
-
-
-def to_device(inputs: dict[str, Tensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Move model inputs; floating-point ones take the model's dtype."""
-    return {k: v.to(device, dtype if v.is_floating_point() else None) for k, v in inputs.items()}
 
 
 def collect_usage(model: nn.Module, ranks: Ranks) -> dict[str, UsageSummary]:
@@ -63,12 +60,14 @@ def evaluate(
     own = []
     for dataset in datasets:
         parts = []  # of every batch, what the metric keeps of its items
-        for (inputs, labels), weight in evaluation_batches(
-            dataset, task, batch_size, ranks.rank, ranks.world_size, workers
-        ):
+        pin = ranks.device.type == "cuda"
+        batches = evaluation_batches(dataset, task, batch_size, ranks.rank, ranks.world_size, workers, pin)
+        feed = Feed(((batch, weight.numpy()) for batch, weight in batches), ranks.device)
+        for (inputs, labels), weight in feed:
             logits = logits_of(model(**to_device(inputs, ranks.device, dtype)))
-            rows = task.metric.observe(logits, labels.to(logits.device)).cpu()
-            parts.append(rows[:, weight > 0].numpy())
+            rows = task.metric.observe(logits, labels.to(logits.device))
+            feed.fetch()
+            parts.append(rows.cpu().numpy()[:, weight > 0])
         own.append(np.concatenate(parts, axis=1) if parts else np.zeros((0, 0)))
     whole = [np.concatenate(shares, axis=1) for shares in zip(*ranks.gather(own), strict=True)]
     metric = task.metric

@@ -27,13 +27,16 @@ Result = TypeVar("Result")
 _PRELOAD = ["__main__", "unifmoe_dist.data.images", "unifmoe_dist.train.batches"]
 
 
-def read_ahead(read: Callable[[Key], Result], keys: Iterable[Key], workers: int) -> Generator[Result, None, None]:
+def read_ahead(
+    read: Callable[[Key], Result], keys: Iterable[Key], workers: int, pin: bool = False
+) -> Generator[Result, None, None]:
     """`read(key)` for every key, in order.
 
     Args:
         read: Picklable if there are workers.
         keys: May be endless; consumed only a few ahead.
         workers: Processes to read in; 0 reads here, when the next result is asked for.
+        pin: Whether what workers have read is put into pinned memory as it comes, by a thread of this process.
 
     Raises:
         UserError: as raised by `read`, in whichever process; a worker was lost.
@@ -52,6 +55,7 @@ def read_ahead(read: Callable[[Key], Result], keys: Iterable[Key], workers: int)
         sampler=keys,
         batch_size=None,
         num_workers=workers,
+        pin_memory=pin,
         collate_fn=_as_it_is,
         multiprocessing_context=context,
         generator=torch.Generator(),

@@ -22,8 +22,8 @@ from unifmoe_dist.expert_layer import AppliedStep
 from unifmoe_dist.profiling import profile_range
 from unifmoe_dist.runtime.ranks import Ranks
 from unifmoe_dist.train import build, deepspeed
-from unifmoe_dist.train.evaluate import to_device
 from unifmoe_dist.train.health import StepCheck, Verdict, unnoticed
+from unifmoe_dist.train.nested import to_device
 from unifmoe_dist.upcycling import moe_layers
 
 
@@ -76,6 +76,7 @@ class TrainingStep:
         number: int,
         refuse: Callable[[], None] | None = None,
         signal: Callable[[], int] = lambda: 0,
+        fetch: Callable[[], None] = lambda: None,
     ) -> StepResult:
         """One optimiser step over all ranks; collective.
 
@@ -84,6 +85,8 @@ class TrainingStep:
             number: Steps done before this one.
             refuse: Called instead of the update where the step is not finite, collective; None drops the update.
             signal: Number of a stop signal that has reached this rank, or 0.
+            fetch: Called when the device has all the work on a batch and the host has not waited for it: the time to
+                start the next one on its way.
         """
         sums: dict[str, Tensor] = {}
         verdict = Verdict(True, 0)
@@ -92,6 +95,7 @@ class TrainingStep:
             losses = self.losses(self.engine, batch, number)
             self._check.note(losses["loss"])
             self.engine.backward(losses["loss"])
+            fetch()
             if self.engine.is_gradient_accumulation_boundary():
                 verdict = self._check.agree(signal())
             if verdict.finite:

@@ -26,6 +26,7 @@ from unifmoe_dist.train import build, checkpoint, deepspeed
 from unifmoe_dist.train.batches import TrainBatches
 from unifmoe_dist.train.cli import dump_train_config
 from unifmoe_dist.train.evaluate import Score, collect_usage, evaluate
+from unifmoe_dist.train.feed import TrainFeed
 from unifmoe_dist.train.folder import keep_options
 from unifmoe_dist.train.health import locate
 from unifmoe_dist.train.length import Selection, check_epochs, in_steps, steps_per_epoch
@@ -74,7 +75,7 @@ class Trainer:
         self._one_step = TrainingStep(config, self.algorithm, ranks, len(self.task.train), self.epoch_steps, folder)
         self.engine, self.layers = self._one_step.engine, self._one_step.layers
         self.schedule = self.engine.lr_scheduler
-        self.batches = TrainBatches(
+        batches = TrainBatches(
             self.task,
             config.data.batch_size,
             config.seed,
@@ -83,7 +84,9 @@ class Trainer:
             config.parallel.gradient_accumulation,
             config.data.workers,
             config.data.sampling == "replacement",
+            pin=ranks.device.type == "cuda",
         )
+        self.batches = TrainFeed(batches, ranks.device)
         self.step, self.seconds, self.selection = 0, 0.0, Selection(metric=self.task.metric)
         self.skipped, self.saved_step, self.latest = 0, -1, ""
         self.dropped: float | None = None
@@ -105,7 +108,11 @@ class Trainer:
             UserError: a loss or gradient is not finite on some rank, and the run is to stop then.
         """
         result = self._one_step(
-            self.batches.step(self.step), self.step, self._refuse, signal=lambda: self.signals.received
+            self.batches.step(self.step),
+            self.step,
+            self._refuse,
+            signal=lambda: self.signals.received,
+            fetch=self.batches.fetch,
         )
         self.step += 1
         self.skipped += not result.applied

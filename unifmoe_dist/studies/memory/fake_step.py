@@ -96,7 +96,8 @@ def estimate(config: TrainConfig, ranks: int = 1, gpu: bool = True, load: Load |
         with standing_in(algorithm, load, gpu, size):
             for number in range(micro_batches):
                 with live:
-                    _forward_and_backward(algorithm, task.collate([*range(items)]))
+                    batch, *_ahead = (task.collate([*range(items)]) for _ in range(2 if gpu else 1))
+                    _forward_and_backward(algorithm, batch)
                 engine.reduce(boundary=number == micro_batches - 1)
         engine.update()
     parameters = sum(group.size for group in groups)

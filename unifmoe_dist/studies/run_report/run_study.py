@@ -27,7 +27,8 @@ from unifmoe_dist.studies.usage import layer_usage
 from unifmoe_dist.studies.usage.capture import Capture, capture, expert_scores
 from unifmoe_dist.studies.usage.token_strings import token_strings
 from unifmoe_dist.train.batches import TrainBatches
-from unifmoe_dist.train.evaluate import collect_usage, to_device
+from unifmoe_dist.train.evaluate import collect_usage
+from unifmoe_dist.train.nested import to_device
 from unifmoe_dist.upcycling import moe_layers
 from unifmoe_dist.usage import UsageSummary
 

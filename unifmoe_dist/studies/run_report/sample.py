@@ -20,7 +20,7 @@ from unifmoe_dist.runtime.heartbeat import followed
 from unifmoe_dist.studies.run_report.loaded_run import LoadedRun
 from unifmoe_dist.studies.usage.layer_usage import PatchGrid
 from unifmoe_dist.studies.usage.masks import VOID, match_masks, patch_elements, read_mask, read_names
-from unifmoe_dist.train.evaluate import to_device
+from unifmoe_dist.train.nested import to_device
 
 MOST_TOKENS = 20_000
 SEED = 0

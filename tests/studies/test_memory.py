@@ -106,14 +106,20 @@ from unifmoe_dist.kernels.triton import ffn
 
 taken = []
 
-def recorded(rounds):
-    class Rounds(rounds):
-        def __init__(self, like, plan, shape, *rest, **options):
-            super().__init__(like, plan, shape, *rest, **options)
-            planned = sum(t.numel() for t in vars(plan).values() if torch.is_tensor(t))
-            groups, several = shape.experts * shape.blocks, self.total.numel() > 1
-            taken.append((planned, len(self.rows), self.tiles, shape.width, groups, several))
-    return Rounds
+def recorded(module):
+    class Workspace(module.Workspace):
+        def __init__(self, like, shape, row_bytes):
+            super().__init__(like, shape, row_bytes)
+            groups = shape.experts * shape.blocks
+            taken.append((len(self.rows), self.tiles, shape.width, groups, self.total.numel(), self.fillings))
+
+    def make_plan(*arguments):
+        plan = made(*arguments)
+        taken.append(sum(t.numel() for t in vars(plan).values() if torch.is_tensor(t)))
+        return plan
+
+    made = module.make_plan
+    module.Workspace, module.make_plan = Workspace, make_plan
 
 def saved(module, x):
     sizes = []
@@ -122,12 +128,12 @@ def saved(module, x):
     y.sum().backward()
     buffers = taken[:]
     taken.clear()
-    assert len(buffers) == 2
+    assert len(buffers) == 4
     return sizes, buffers
 
 copy = kernels_without_launches()["unifmoe_dist.kernels.triton.ffn"]
 assert copy is not ffn
-ffn.Rounds, copy.Rounds = recorded(ffn.Rounds), recorded(copy.Rounds)
+recorded(ffn), recorded(copy)
 for blocks, gated in ((2, False), (4, False), (2, True)):  # those of 256 channels are cut in two, gated ones in four
     layer = UniFMoELayer(UniFMoEConfig(32, 512, num_experts=2, num_blocks=blocks, gated=gated))
     x = torch.randn(40, 32, requires_grad=True)

@@ -69,7 +69,7 @@ def ffn_works(x: Tensor, weights: ExpertWeights, dropout: bool = False, shared: 
     """Whether `triton_block_ffn` agrees with plain torch on x's device: for the widths and types of `weights`, in the
     tiles that (N, D) tokens x take, with dropout of hidden channels or without, beside a shared expert or without.
     """
-    from unifmoe_dist.kernels.triton.rounds import tile_rows
+    from unifmoe_dist.kernels.triton.workspace import tile_rows
 
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

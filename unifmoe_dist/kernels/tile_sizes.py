@@ -1,6 +1,6 @@
 """Sizes of the Triton path's buffers, from shapes alone and without Triton: kernels and the memory estimate share them.
 
-Groups are pairs of an expert and a block. A tile is some rows of one group; a round is the tiles of one launch.
+Groups are pairs of an expert and a block, or part of a block. A tile is some rows of one group.
 """
 
 from __future__ import annotations
@@ -12,10 +12,17 @@ WIDEST = {2: 256, 4: 128}
 WORKSPACE_BYTES = 256 * 2**20
 
 
-def parts(width: int, item: int, gated: bool) -> int:
-    """Equal parts of a block of `width` channels of `item` bytes, the fewest that registers hold."""
+def parts(width: int, item: int, gated: bool) -> tuple[int, int]:
+    """In how many parts a block of `width` channels of `item` bytes is cut, and channels of a part, a multiple of 16.
+
+    As few as registers hold, or one more where that makes them equal; else the last part is the shorter one.
+    """
     widest = WIDEST[item] // 2 if gated else WIDEST[item]
-    return next(p for p in range(1, width + 1) if width % (16 * p) == 0 and width // p <= widest)
+    fewest = math.ceil(width / widest)
+    for count in (fewest, fewest + 1):
+        if width % (16 * count) == 0:
+            return count, width // count
+    return fewest, 16 * math.ceil(width / (16 * fewest))
 
 
 def tile_rows(tokens: int, experts: int, largest: int) -> int:
@@ -40,7 +47,10 @@ def workspace_bytes(tokens: int, row_bytes: int) -> int:
     return max(WORKSPACE_BYTES, 16 * tokens * row_bytes)
 
 
-def round_tiles(tokens: int, blocks: int, experts: int, rows: int, most: int, affordable: int) -> int:
-    """Tiles of a round, of the `most` and as many as the workspace affords: rows for 2 blocks of all blocks a token."""
+def held_tiles(tokens: int, blocks: int, experts: int, rows: int, most: int, affordable: int) -> int:
+    """Tiles in a workspace, of the `most` and as many as it affords: rows for 2 blocks of all blocks a token.
+
+    At least three where there may be more, since what it does not hold at once passes through it by thirds.
+    """
     typical = math.ceil(2 * blocks * tokens / rows) + experts * blocks
-    return max(1, min(most, typical, affordable))
+    return min(most, max(3, min(typical, affordable)))

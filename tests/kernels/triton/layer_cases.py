@@ -20,11 +20,11 @@ from unifmoe_dist import UniFMoELayer
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.kernels import block_ffn, reference_block_ffn, select, self_test, use_kernels
 from unifmoe_dist.kernels.triton import ffn as triton_ffn
-from unifmoe_dist.kernels.triton import plan, rounds
+from unifmoe_dist.kernels.triton import overflow, plan, weight_gradients, workspace
 from unifmoe_dist.kernels.triton import routing as triton_routing
 from unifmoe_dist.kernels.triton.ffn import triton_block_ffn
 from unifmoe_dist.kernels.triton.plan import scan_groups
-from unifmoe_dist.kernels.triton.rounds import LaunchShape, TritonOptions
+from unifmoe_dist.kernels.triton.workspace import LaunchShape, TritonOptions
 
 
 def check_layer(layer: UniFMoELayer, x: Tensor, token_mask: Tensor | None = None) -> None:
@@ -51,11 +51,13 @@ def check_layer(layer: UniFMoELayer, x: Tensor, token_mask: Tensor | None = None
         dict(experts=1),
         dict(hidden=32, blocks=2),
         dict(dim=48, hidden=144, blocks=3),
+        dict(dim=27, hidden=105, blocks=3),
         dict(capacity_factor=0.7),
         dict(shared_demand=0.4, fixed_experts=2, block_choice="prefix"),
         dict(hidden_dropout=0.3),
         dict(gated=True, activation="silu"),
         dict(gated=True, hidden=144, blocks=3, bias=False, hidden_dropout=0.3),
+        dict(gated=True, dim=20, hidden=50, blocks=5),
     ],
 )
 def test_layer(sizes):
@@ -107,23 +109,23 @@ def test_layer_token_mask():
 
 
 def test_selector_refuses_what_triton_cannot_run():
-    experts = bank(1, 24, 48, 2)
-    x = random(3, 24)
+    experts = bank(1, 24, 48, 2, dtype=torch.float64)
+    x = random(3, 24, dtype=torch.float64)
     arguments = (x, x.new_ones(3, 1), x.new_ones(3, 2, dtype=torch.bool), experts.weights())
-    with use_kernels("triton"), pytest.raises(UserError, match="24"):
+    with use_kernels("triton"), pytest.raises(UserError, match="float64"):
         block_ffn(*arguments)
     torch.testing.assert_close(block_ffn(*arguments), reference_block_ffn(*arguments))
 
 
-def test_shapes_that_triton_does_not_take_are_said_once(monkeypatch, recwarn):
+def test_what_triton_does_not_take_is_said_once(monkeypatch, recwarn):
     monkeypatch.setattr(select, "_wants_triton", lambda x: True)
-    layer, x = make_layer(dim=24, hidden=64), random(7, 24)
+    layer, x = make_layer(dim=24, hidden=64).double(), random(7, 24, dtype=torch.float64)
     expected = layer.eval()(x)
     with use_kernels("reference"):
         torch.testing.assert_close(layer(x), expected)
     layer(x)
-    (said,) = [str(w.message) for w in recwarn if "plain torch" in str(w.message)]
-    assert "model width 24 and block width 16 must be multiples of 16" in said
+    said = sorted(str(w.message) for w in recwarn if "plain torch" in str(w.message))
+    assert len(said) == 2 and "they compute" in said[0] and "they route" in said[1] and "float64" in said[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -232,7 +234,7 @@ def test_kernels_are_launched_on_the_device_of_their_tokens(monkeypatch):
 
     launched: list[bool] = []
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    for module in (triton_ffn, triton_routing, plan, rounds):
+    for module in (triton_ffn, triton_routing, plan, weight_gradients, workspace, overflow):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Watched(getattr(module, name)))
     layer, x = make_layer(), random(40, 32)

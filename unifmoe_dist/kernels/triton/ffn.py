@@ -3,25 +3,23 @@
 Work and memory, per row (one block of one token), M channels in a block, compute type of 2 bytes:
 - up- and down-projection are one kernel, so the hidden activations never leave the chip. Two kernels would move 4 M
   more bytes per row; the fused tile also reads less from the L2 cache per product. Blocks wider than 256 channels are
-  cut into equal parts that fit in registers.
+  cut into parts that fit in registers; widths that are no multiple of 16 are masked.
 - a row's output (D values) is stored and a second kernel adds the rows of each token in ascending order: 4 D bytes
   per row for 4 M D operations, hidden behind the products on the way out. Sums are float32 and have one order, so
-  results repeat bit for bit with the same tiles. `atomic=True` adds rows in float32 where they belong, in any order,
-  without a workspace.
+  results repeat bit for bit with the same tiles.
 - the number of rows is known only on the device and may reach N (1 + K (B - 1)). Rather than a buffer for the worst
   case, the workspace holds `workspace_bytes` (by default rows for 2 B blocks a token, at most 256 MiB or 16 times
-  the tokens' own bytes, whichever is more: what a top-2 layer with H = 4 D keeps of its activations), and tiles are
-  computed in as many rounds as the worst case needs. A round without tiles exits at once, a few microseconds for
-  each of its launches. The last round with tiles writes the output itself.
+  the tokens' own bytes, whichever is more: what a top-2 layer with H = 4 D keeps of its activations). Tiles beyond it
+  are computed by one launch more, `overflow`, whatever their number is; without any it ends at once.
 - saved for the backward pass: x, gates, block masks and group offsets. It makes the plan again, one launch, and
   recomputes the hidden activations, 2 of its 10 M D operations per row. Keeping either would need a buffer for the
   worst case.
 
-Launches of a whole layer on one rank with R rounds: 5 + 2 R forward, of which the first four route and plan and one
-adds to the running statistics, and 7 + 5 R backward with biases, 7 + 7 R of gated experts. Half precision casts two
-small tensors more in the backward pass, and autocast casts the weights in both. `test_launches` counts them.
+Launches of a whole layer on one rank, whatever K: 8 forward, of which the first four route and plan and one adds to
+the running statistics, and 12 backward with biases. Half precision casts two small tensors more in the backward pass,
+and autocast casts the weights in both. `test_launches` counts them.
 
-Weight gradients belong to one program per tile of a group, which walks the group's rows in order.
+Weight gradients belong to one program per tile of a group, which walks the group's rows in order and adds in float32.
 
 Gated experts read a row by two banks of keys in one loop over the model width, which loads it once, and spread their
 two gradients in one. That takes twice the registers, so half as many channels are held (`tile_sizes.WIDEST`).
@@ -42,24 +40,28 @@ from unifmoe_dist.experts import ExpertWeights
 from unifmoe_dist.kernels import tile_sizes
 from unifmoe_dist.kernels.dropout import HiddenDropout
 from unifmoe_dist.kernels.triton.dropout import dropout_arguments
-from unifmoe_dist.kernels.triton.ffn_kernel import ffn_kernel
-from unifmoe_dist.kernels.triton.ffn_reductions import bias_grad_kernel, gate_grad_kernel, weight_grad_kernel
+from unifmoe_dist.kernels.triton.ffn_kernel import NOTHING_KEPT, ffn_kernel
+from unifmoe_dist.kernels.triton.ffn_reductions import gate_grad_kernel
 from unifmoe_dist.kernels.triton.math import DTYPES, power_of_two
-from unifmoe_dist.kernels.triton.plan import GroupOffsets, count_groups, make_plan
-from unifmoe_dist.kernels.triton.rounds import LaunchShape, Rounds, TritonOptions
+from unifmoe_dist.kernels.triton.overflow import launch_overflow
+from unifmoe_dist.kernels.triton.plan import GroupOffsets, Plan, count_groups, make_plan
+from unifmoe_dist.kernels.triton.weight_gradients import WeightGradients
+from unifmoe_dist.kernels.triton.workspace import LaunchShape, TritonOptions, Workspace
 
 _TENSORS = ("keys", "values", "key_bias", "value_bias", "gate_keys", "gate_key_bias")
+_WEIGHT_NAMES = (
+    *("shared_keys", "keys", "shared_key_bias", "key_bias"),
+    *("shared_linear_keys", "linear_keys", "shared_linear_bias", "linear_bias"),
+)
 
 
 def unsupported(x: Tensor, weights: ExpertWeights) -> str | None:
     """Why the kernels cannot compute `weights` for x (N, D); None if they can."""
-    experts, hidden, dim = weights.keys.shape
+    experts, hidden, _ = weights.keys.shape
     width, gated = hidden // weights.num_blocks, weights.gate_keys is not None
     if x.dtype not in DTYPES:
         return f"they compute float32, bfloat16 and float16, not {x.dtype}"
-    if dim % 16 or width % 16:
-        return f"model width {dim} and block width {width} must be multiples of 16"
-    if x.shape[0] * (experts + 1) * weights.num_blocks * tile_sizes.parts(width, x.element_size(), gated) >= 2**30:
+    if x.shape[0] * (experts + 1) * weights.num_blocks * tile_sizes.parts(width, x.element_size(), gated)[0] >= 2**30:
         return f"{x.shape[0]} tokens over {experts} experts are too many rows for 32-bit indices"
     return None
 
@@ -117,7 +119,7 @@ def triton_block_ffn(
         return output.to(x_ND.dtype)
 
 
-class _Banks:
+class Banks:
     """What there is for each of `_TENSORS`, of the shared expert and of the others, in pairs; Nones where it lacks.
 
     Attributes:
@@ -133,15 +135,17 @@ class _Banks:
         gate = [("gate_keys", "gate_key_bias")] if self.gated else []
         self.projections = [*gate, ("keys", "key_bias")]
 
-    def arguments(self) -> list[Tensor | None]:
-        """Weights in the order of `ffn_kernel`."""
+    def arguments(self) -> dict[str, Tensor | None]:
+        """Weights as `ffn_kernel` calls them."""
+        given = dict.fromkeys(_WEIGHT_NAMES)
         read = [tensor for names in self.projections for name in names for tensor in self.pairs[name]]
-        return [*read, *[None] * (8 - len(read)), *self.pairs["values"]]
+        given |= dict(zip(_WEIGHT_NAMES, read, strict=False))
+        return given | dict(zip(("shared_values", "values"), self.pairs["values"], strict=True))
 
     def choices(self, ctx: Any) -> dict[str, Any]:
         """What both passes compile into the kernel."""
         given = dict(ACTIVATION=ctx.activation, GATED=self.gated, HAS_SHARED=self.has_shared, HAS_BIAS=self.has_bias)
-        return given | dict(ATOMIC=ctx.options.atomic) | dropout_arguments(ctx.dropout)
+        return given | dropout_arguments(ctx.dropout)
 
 
 class _TritonBlockFFN(torch.autograd.Function):
@@ -162,17 +166,18 @@ class _TritonBlockFFN(torch.autograd.Function):
         if not x.shape[0]:
             ctx.save_for_backward(x, gates, blocks, None, None, *tensors)
             return torch.zeros_like(x)
-        banks = _Banks(tensors)
-        shape = LaunchShape(x, gates, banks.keys, num_blocks, options, banks.gated)
+        banks = Banks(tensors)
+        shape = LaunchShape(x, gates, banks.keys, num_blocks, options, banks.gated, banks.has_shared)
         offsets = offsets or count_groups(gates, blocks, banks.has_shared)
         ctx.save_for_backward(x, gates, blocks, offsets.earlier, offsets.totals, *tensors)
-        plan = make_plan(gates, blocks, offsets, shape.tile_rows, banks.has_shared, shape.parts)
-        rounds = Rounds(x, plan, shape, shape.row_bytes, options.atomic, one_round=options.atomic)
-        given, choices = (x, gates, *banks.arguments()), shape.tile_arguments() | banks.choices(ctx)
-        for first in rounds:
-            ffn_kernel[(rounds.tiles,)](*given, rounds.rows, *[None] * 7, *plan.tiles, first, BACKWARD=False, **choices)
-            rounds.combine(first, gates, *banks.pairs["value_bias"])
-        return rounds.output
+        space = Workspace(x, shape, shape.row_bytes)
+        plan = make_plan(gates, blocks, offsets, shape.tile_rows, banks.has_shared, shape.parts, space.counters)
+        given = dict(x=x, gates=gates, **banks.arguments())
+        choices = shape.tile_arguments() | banks.choices(ctx) | dict(BACKWARD=False)
+        _launch_tiles(space, plan, given, choices)
+        space.combine(plan, gates, *banks.pairs["value_bias"])
+        launch_overflow(space, plan, given, choices)
+        return space.output
 
     @staticmethod
     @once_differentiable
@@ -181,35 +186,25 @@ class _TritonBlockFFN(torch.autograd.Function):
         if not x.shape[0]:
             zeros = (None if t is None else torch.zeros_like(t) for t in tensors)
             return (torch.zeros_like(x), torch.zeros_like(gates), *[None] * 6, *zeros)
-        options, banks = ctx.options, _Banks(tensors)
+        options, banks = ctx.options, Banks(tensors)
         grad_y = grad_y.to(x.dtype).contiguous()
-        shape = LaunchShape(x, gates, banks.keys, ctx.num_blocks, options, banks.gated)
+        shape = LaunchShape(x, gates, banks.keys, ctx.num_blocks, options, banks.gated, banks.has_shared)
         shape.tile_rows = options.backward_tile_rows or tile_sizes.backward_tile_rows(shape.tile_rows, x.element_size())
-        plan = make_plan(gates, blocks, GroupOffsets(earlier, totals), shape.tile_rows, banks.has_shared, shape.parts)
-        projections = banks.projections
-        kept = 1 + len(projections)  # channels before the values, and gradients of every projection's
-        row_bytes = (0 if options.atomic else shape.row_bytes) + kept * shape.width * x.element_size()
-        rounds = Rounds(x, plan, shape, row_bytes, options.atomic)
-        rows, tiles = (rounds.tiles * shape.tile_rows, shape.width), (rounds.tiles, shape.width)
-        hidden, *grad_pre = (x.new_empty(rows) for _ in range(kept))
-        grad_gate = torch.empty((shape.n, shape.experts * shape.blocks), dtype=torch.float32, device=x.device)
-        grad_bias = [torch.empty(tiles, dtype=torch.float32, device=x.device) for _ in projections]
+        kept = 1 + len(banks.projections)  # channels before the values, and gradients of every projection's
+        space = Workspace(x, shape, shape.row_bytes + kept * shape.width * x.element_size())
+        plan = make_plan(
+            gates, blocks, GroupOffsets(earlier, totals), shape.tile_rows, banks.has_shared, shape.parts, space.counters
+        )
         wanted = ctx.needs_input_grad[-len(tensors) :]
-        grads, wants = _Banks([torch.empty_like(t) if t is not None else None for t in tensors]), _Banks(wanted)
-        none = [None] * (2 - len(projections))
-        beside = (grad_y, hidden, *grad_pre, *none, grad_gate, *grad_bias, *none)
-        given, choices = (x, gates, *banks.arguments()), shape.tile_arguments() | banks.choices(ctx)
-        for first in rounds:
-            ffn_kernel[(rounds.tiles,)](*given, rounds.rows, *beside, *plan.tiles, first, BACKWARD=True, **choices)
-            sums = [("values", hidden, grad_y)]
-            sums += [(keys, of, x) for (keys, _), of in zip(projections, grad_pre, strict=True)]
-            for name, channels, source in sums:
-                if any(wants.pairs[name]):
-                    _add_weight_gradient(rounds, first, channels, source, *grads.pairs[name])
-            if banks.has_bias:
-                for (_, name), partial in zip(projections, grad_bias, strict=True):
-                    _add_bias_gradient(rounds, first, partial, *grads.pairs[name])
-            rounds.combine(first, gates, None, None)
+        grads, wants = Banks([torch.empty_like(t) if t is not None else None for t in tensors]), Banks(wanted)
+        sums = WeightGradients(x, grad_y, space, banks, grads, wants)
+        grad_gate = torch.empty((shape.n, shape.experts * shape.blocks), dtype=torch.float32, device=x.device)
+        given = dict(x=x, gates=gates, grad_y=grad_y, grad_gate=grad_gate, **banks.arguments(), **sums.kept)
+        choices = shape.tile_arguments() | banks.choices(ctx) | dict(BACKWARD=True)
+        _launch_tiles(space, plan, given, choices)
+        sums.launch(plan)
+        space.combine(plan, gates, None, None)
+        launch_overflow(space, plan, given | sums.arguments, choices | sums.counts)
         value_biases = banks.pairs["value_bias"]
         grad_gates = _gate_gradient(shape, grad_gate, grad_y, gates, blocks, *value_biases, banks.has_shared)
         if value_biases[1] is not None:
@@ -218,45 +213,13 @@ class _TritonBlockFFN(torch.autograd.Function):
             grads.pairs["value_bias"] = (biases[:split] if banks.has_shared else None), biases[split:]
         made = [pair[bank] for bank in (0, 1) for pair in grads.pairs.values()]
         kept_grads = (grad if want else None for grad, want in zip(made, wanted, strict=True))
-        return (rounds.output, grad_gates, *[None] * 6, *kept_grads)
+        return (space.output, grad_gates, *[None] * 6, *kept_grads)
 
 
-def _add_weight_gradient(
-    rounds: Rounds, first: int, channels: Tensor, source: Tensor, shared_out: Tensor | None, out: Tensor | None
-) -> None:
-    """channels^T @ source over the rows of every group in the round that starts at tile `first`."""
-    shape, plan = rounds.shape, rounds.plan
-    height = min(128, power_of_two(shape.width, 16))
-    parts = triton.cdiv(shape.width, height) * shape.experts * shape.blocks
-    weight_grad_kernel[lambda meta: (parts, triton.cdiv(shape.dim, meta["BLOCK_D"]))](
-        channels,
-        source,
-        shared_out,
-        out,
-        plan.rows,
-        plan.tile_count,
-        plan.group_tiles,
-        first,
-        rounds.tiles,
-        B=shape.blocks,
-        D=shape.dim,
-        M=shape.width,
-        TILE_ROWS=shape.tile_rows,
-        BLOCK_H=height,
-        HAS_SHARED=shared_out is not None,
-        PRECISION=shape.precision,
-    )
-
-
-def _add_bias_gradient(
-    rounds: Rounds, first: int, partial: Tensor, shared_out: Tensor | None, out: Tensor | None
-) -> None:
-    """The tiles' partial sums of every group in the round that starts at tile `first`."""
-    shape = rounds.shape
-    sizes = dict(B=shape.blocks, M=shape.width, MP=power_of_two(shape.width), HAS_SHARED=shared_out is not None)
-    bias_grad_kernel[(shape.experts * shape.blocks,)](
-        partial, shared_out, out, rounds.plan.group_tiles, first, rounds.tiles, **sizes, num_warps=4
-    )
+def _launch_tiles(space: Workspace, plan: Plan, given: dict[str, Any], choices: dict[str, Any]) -> None:
+    """Fill the workspace with its tiles."""
+    named = dict(rows=plan.rows, tile_group=plan.tile_group, tile_count=plan.tile_count, num_tiles=plan.num_tiles)
+    ffn_kernel[(space.tiles,)](**NOTHING_KEPT | given | dict(out=space.rows) | named | choices)
 
 
 def _gate_gradient(

@@ -83,37 +83,21 @@ def _hidden_backward(
     return slope.to(kind), beside.to(kind), tl.sum(tl.where(inside, act * grad_act, 0.0), 1)
 
 
-@tuned(("BLOCK_K", "BLOCK_D"), **TILES)
-@triton.jit(do_not_specialize=["first_tile"])
-def ffn_kernel(
+@triton.jit
+def ffn_tile(
+    tile,
+    local_tile,
     x,
     gates,
-    shared_keys,
-    keys,
-    shared_key_bias,
-    key_bias,
-    shared_linear_keys,
-    linear_keys,
-    shared_linear_bias,
-    linear_bias,
-    shared_values,
-    values,
+    weights,
     out,
-    grad_y,
-    hidden,
-    grad_pre,
-    grad_linear,
-    grad_gate,
-    grad_bias,
-    grad_linear_bias,
-    rows,
-    tile_group,
-    tile_count,
-    num_tiles,
-    first_tile,
+    beside,
+    plan,
     seed,
     E: tl.constexpr,
     B: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
     SUB: tl.constexpr,
@@ -124,7 +108,6 @@ def ffn_kernel(
     BACKWARD: tl.constexpr,
     HAS_SHARED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    ATOMIC: tl.constexpr,
     PRECISION: tl.constexpr,
     DROPOUT: tl.constexpr,
     THRESHOLD: tl.constexpr,
@@ -135,14 +118,17 @@ def ffn_kernel(
 ):
     """out[row] = gate * E_e^(b)(x[token]) for the rows of one tile; `keys` are those under the activation.
 
-    Where experts are GATED, what `linear_keys` read multiplies the activation; else these and their kin are None.
-    Backward, out[row] is the gradient of x[token] through the block, and what weights, gates and key biases need is
-    stored beside it.
+    The rows go to place `local_tile` of the workspace. Where experts are GATED, what `linear_keys` read multiplies the
+    activation; else these and their kin are None. Backward, out[row] is the gradient of x[token] through the block,
+    and what weights, gates and key biases need is stored in `beside`.
+
+    A block of WIDTH channels has PARTS parts of M, the last perhaps shorter; B counts the parts of all blocks.
     """
-    local_tile = tl.program_id(0)
-    tile = first_tile + local_tile
-    if tile >= tl.load(num_tiles):
-        return
+    read, more_read, (shared_values, values) = weights
+    shared_keys, keys, shared_key_bias, key_bias = read
+    shared_linear_keys, linear_keys, shared_linear_bias, linear_bias = more_read
+    grad_y, hidden, grad_pre, grad_linear, grad_gate, grad_bias, grad_linear_bias = beside
+    rows, tile_group, tile_count = plan
     group = tl.load(tile_group + tile)
     expert, block = group // B, group % B
     row = tl.arange(0, TILE_ROWS)
@@ -151,19 +137,26 @@ def ffn_kernel(
     gate = tl.load(gates + token.to(tl.int64) * E + expert, mask=valid, other=0.0)[:, None]
     if DROPOUT:
         gate = gate * SCALE
-    k = expert_pointer(shared_keys, keys, expert, B * M * D, HAS_SHARED) + block * (M * D)
-    v = expert_pointer(shared_values, values, expert, B * M * D, HAS_SHARED) + block * (M * D)
+    start_channel = (block // PARTS) * WIDTH + (block % PARTS) * M  # of the expert's
+    limit = tl.minimum(WIDTH - (block % PARTS) * M, M)
+    HIDDEN: tl.constexpr = B // PARTS * WIDTH
+    EVEN: tl.constexpr = (SUB * NUM_SUB == M) and (PARTS * M == WIDTH)
+    k = expert_pointer(shared_keys, keys, expert, HIDDEN * D, HAS_SHARED) + start_channel * D
+    v = expert_pointer(shared_values, values, expert, HIDDEN * D, HAS_SHARED) + start_channel * D
     u = k
     if GATED:
-        u = expert_pointer(shared_linear_keys, linear_keys, expert, B * M * D, HAS_SHARED) + block * (M * D)
+        u = expert_pointer(shared_linear_keys, linear_keys, expert, HIDDEN * D, HAS_SHARED) + start_channel * D
     start, step = row_keys(seed, token, expert, DROPOUT, FIRST_EXPERT)
-    mask = (start, step, block * M)
-    p, s = gather_product(x, token, valid, k, u, D, M, SUB, NUM_SUB, TILE_ROWS, BLOCK_K, PRECISION, GATED)
-    p = add_bias(p, shared_key_bias, key_bias, expert, block, B, M, SUB, NUM_SUB, HAS_SHARED, HAS_BIAS)
+    mask = (start, step, start_channel)
+    p, s = gather_product(x, token, valid, k, u, limit, D, SUB, NUM_SUB, TILE_ROWS, BLOCK_K, PRECISION, GATED, EVEN)
+    bias = (expert, start_channel, limit)
+    p = add_bias(p, shared_key_bias, key_bias, bias, HIDDEN, SUB, NUM_SUB, HAS_SHARED, HAS_BIAS)
     if GATED:
-        s = add_bias(s, shared_linear_bias, linear_bias, expert, block, B, M, SUB, NUM_SUB, HAS_SHARED, HAS_BIAS)
+        s = add_bias(s, shared_linear_bias, linear_bias, bias, HIDDEN, SUB, NUM_SUB, HAS_SHARED, HAS_BIAS)
     if BACKWARD:
-        q, _ = gather_product(grad_y, token, valid, v, v, D, M, SUB, NUM_SUB, TILE_ROWS, BLOCK_K, PRECISION, False)
+        q, _ = gather_product(
+            grad_y, token, valid, v, v, limit, D, SUB, NUM_SUB, TILE_ROWS, BLOCK_K, PRECISION, False, EVEN
+        )
         at = (local_tile.to(tl.int64) * TILE_ROWS + row, valid)
         tile_bias = grad_bias + local_tile * M
         kept = (hidden, grad_pre, tile_bias, grad_pre, tile_bias)
@@ -196,24 +189,118 @@ def ffn_kernel(
             h1 = _hidden(p[1], s[1], gate, mask, SUB, SUB, ACTIVATION, GATED, DROPOUT, THRESHOLD).to(kind)
             h2 = _hidden(p[2], s[2], gate, mask, 2 * SUB, SUB, ACTIVATION, GATED, DROPOUT, THRESHOLD).to(kind)
         b0, b1, b2 = h0, h1, h2
-    h = (h0, h1, h2)
-    beside = (b0, b1, b2)
+    to = out + (local_tile.to(tl.int64) * TILE_ROWS + row)[:, None] * D
     spread_product(
-        h,
-        beside,
+        (h0, h1, h2),
+        (b0, b1, b2),
         v,
         u,
-        out,
-        token,
+        to,
         valid,
-        local_tile * TILE_ROWS,
+        limit,
         D,
-        M,
         SUB,
         NUM_SUB,
         TILE_ROWS,
         BLOCK_D,
         PRECISION,
-        ATOMIC,
         GATED and BACKWARD,
+        EVEN,
     )
+
+
+@tuned(("BLOCK_K", "BLOCK_D"), **TILES)
+@triton.jit
+def ffn_kernel(
+    x,
+    gates,
+    shared_keys,
+    keys,
+    shared_key_bias,
+    key_bias,
+    shared_linear_keys,
+    linear_keys,
+    shared_linear_bias,
+    linear_bias,
+    shared_values,
+    values,
+    out,
+    grad_y,
+    hidden,
+    grad_pre,
+    grad_linear,
+    grad_gate,
+    grad_bias,
+    grad_linear_bias,
+    rows,
+    tile_group,
+    tile_count,
+    num_tiles,
+    seed,
+    E: tl.constexpr,
+    B: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    SUB: tl.constexpr,
+    NUM_SUB: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    SCALE: tl.constexpr,
+    FIRST_EXPERT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """`ffn_tile` of the tiles that the workspace holds."""
+    tile = tl.program_id(0)
+    if tile >= tl.load(num_tiles):
+        return
+    read = (shared_keys, keys, shared_key_bias, key_bias)
+    more_read = (shared_linear_keys, linear_keys, shared_linear_bias, linear_bias)
+    beside = (grad_y, hidden, grad_pre, grad_linear, grad_gate, grad_bias, grad_linear_bias)
+    ffn_tile(
+        tile,
+        tile,
+        x,
+        gates,
+        (read, more_read, (shared_values, values)),
+        out,
+        beside,
+        (rows, tile_group, tile_count),
+        seed,
+        E,
+        B,
+        PARTS,
+        WIDTH,
+        D,
+        M,
+        SUB,
+        NUM_SUB,
+        TILE_ROWS,
+        ACTIVATION,
+        GATED,
+        BACKWARD,
+        HAS_SHARED,
+        HAS_BIAS,
+        PRECISION,
+        DROPOUT,
+        THRESHOLD,
+        SCALE,
+        FIRST_EXPERT,
+        BLOCK_K,
+        BLOCK_D,
+    )
+
+
+NOTHING_KEPT: dict[str, None] = dict.fromkeys(
+    ("grad_y", "hidden", "grad_pre", "grad_linear", "grad_gate", "grad_bias", "grad_linear_bias")
+)
+"""Arguments that only a backward pass has."""

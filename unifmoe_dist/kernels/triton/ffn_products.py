@@ -37,13 +37,13 @@ TILES: dict[str, Tiles] = dict(
 
 
 @triton.jit
-def _weights(base, channel, column, D: tl.constexpr, M: tl.constexpr, EVEN: tl.constexpr):
-    """Weights [channel, column] of one block, either index given as a column vector, so also transposed."""
+def _weights(base, channel, column, limit, D: tl.constexpr, EVEN: tl.constexpr):
+    """Weights [channel, column] of one part, either index given as a column vector, so also transposed."""
     at = base + channel * D + column
     if EVEN:
         return tl.load(at)
     else:
-        return tl.load(at, mask=(channel < M) & (column < D), other=0.0)
+        return tl.load(at, mask=(channel < limit) & (column < D), other=0.0)
 
 
 @triton.jit
@@ -53,18 +53,19 @@ def gather_product(
     valid,
     weights,
     second,
+    limit,
     D: tl.constexpr,
-    M: tl.constexpr,
     SUB: tl.constexpr,
     NUM_SUB: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
     TWO: tl.constexpr,
+    EVEN_CHANNELS: tl.constexpr,
 ):
-    """source[token] @ weights^T for the M channels, as three (TILE_ROWS, SUB) tiles, of which only the first is defined
-    if NUM_SUB is 1; then source[token] @ second^T alike, undefined without TWO."""
-    EVEN: tl.constexpr = (D % BLOCK_K == 0) and (SUB * NUM_SUB == M)
+    """source[token] @ weights^T for the `limit` channels, as three (TILE_ROWS, SUB) tiles, of which only the first is
+    defined if NUM_SUB is 1; then source[token] @ second^T alike, undefined without TWO."""
+    EVEN: tl.constexpr = (D % BLOCK_K == 0) and EVEN_CHANNELS
     channel = tl.arange(0, SUB)[None, :]
     rows = source + token.to(tl.int64)[:, None] * D
     p0 = tl.zeros((TILE_ROWS, SUB), tl.float32)
@@ -76,15 +77,15 @@ def gather_product(
     for first in range(0, D, BLOCK_K):
         column = first + tl.arange(0, BLOCK_K)
         a = tl.load(rows + column[None, :], mask=valid[:, None] & (column < D)[None, :], other=0.0)
-        p0 = dot(a, _weights(weights, channel, column[:, None], D, M, EVEN), p0, PRECISION)
+        p0 = dot(a, _weights(weights, channel, column[:, None], limit, D, EVEN), p0, PRECISION)
         if TWO:
-            s0 = dot(a, _weights(second, channel, column[:, None], D, M, EVEN), s0, PRECISION)
+            s0 = dot(a, _weights(second, channel, column[:, None], limit, D, EVEN), s0, PRECISION)
         if NUM_SUB == 3:
-            p1 = dot(a, _weights(weights, channel + SUB, column[:, None], D, M, EVEN), p1, PRECISION)
-            p2 = dot(a, _weights(weights, channel + 2 * SUB, column[:, None], D, M, EVEN), p2, PRECISION)
+            p1 = dot(a, _weights(weights, channel + SUB, column[:, None], limit, D, EVEN), p1, PRECISION)
+            p2 = dot(a, _weights(weights, channel + 2 * SUB, column[:, None], limit, D, EVEN), p2, PRECISION)
             if TWO:
-                s1 = dot(a, _weights(second, channel + SUB, column[:, None], D, M, EVEN), s1, PRECISION)
-                s2 = dot(a, _weights(second, channel + 2 * SUB, column[:, None], D, M, EVEN), s2, PRECISION)
+                s1 = dot(a, _weights(second, channel + SUB, column[:, None], limit, D, EVEN), s1, PRECISION)
+                s2 = dot(a, _weights(second, channel + 2 * SUB, column[:, None], limit, D, EVEN), s2, PRECISION)
     return (p0, p1, p2), (s0, s1, s2)
 
 
@@ -94,46 +95,36 @@ def spread_product(
     more,
     weights,
     second,
-    out,
-    token,
+    rows,
     valid,
-    first_row,
+    limit,
     D: tl.constexpr,
-    M: tl.constexpr,
     SUB: tl.constexpr,
     NUM_SUB: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
-    ATOMIC: tl.constexpr,
     TWO: tl.constexpr,
+    EVEN_CHANNELS: tl.constexpr,
 ):
-    """Store channels @ weights (with TWO, + more @ second) as rows of the workspace, or add them to their tokens'."""
-    EVEN: tl.constexpr = (D % BLOCK_D == 0) and (SUB * NUM_SUB == M)
+    """Store channels @ weights (with TWO, + more @ second) to `rows`, pointers (TILE_ROWS, 1)."""
+    EVEN: tl.constexpr = (D % BLOCK_D == 0) and EVEN_CHANNELS
     h0, h1, h2 = channels
     s0, s1, s2 = more
     channel = tl.arange(0, SUB)[:, None]
-    if ATOMIC:
-        rows = out + token.to(tl.int64)[:, None] * D
-    else:
-        rows = out + (first_row.to(tl.int64) + tl.arange(0, TILE_ROWS))[:, None] * D
     for first in range(0, D, BLOCK_D):
         column = first + tl.arange(0, BLOCK_D)[None, :]
         acc = tl.zeros((TILE_ROWS, BLOCK_D), tl.float32)
-        acc = dot(h0, _weights(weights, channel, column, D, M, EVEN), acc, PRECISION)
+        acc = dot(h0, _weights(weights, channel, column, limit, D, EVEN), acc, PRECISION)
         if NUM_SUB == 3:
-            acc = dot(h1, _weights(weights, channel + SUB, column, D, M, EVEN), acc, PRECISION)
-            acc = dot(h2, _weights(weights, channel + 2 * SUB, column, D, M, EVEN), acc, PRECISION)
+            acc = dot(h1, _weights(weights, channel + SUB, column, limit, D, EVEN), acc, PRECISION)
+            acc = dot(h2, _weights(weights, channel + 2 * SUB, column, limit, D, EVEN), acc, PRECISION)
         if TWO:
-            acc = dot(s0, _weights(second, channel, column, D, M, EVEN), acc, PRECISION)
+            acc = dot(s0, _weights(second, channel, column, limit, D, EVEN), acc, PRECISION)
             if NUM_SUB == 3:
-                acc = dot(s1, _weights(second, channel + SUB, column, D, M, EVEN), acc, PRECISION)
-                acc = dot(s2, _weights(second, channel + 2 * SUB, column, D, M, EVEN), acc, PRECISION)
-        inside = valid[:, None] & (column < D)
-        if ATOMIC:
-            tl.atomic_add(rows + column, acc, mask=inside, sem="relaxed")
-        else:
-            tl.store(rows + column, acc.to(out.dtype.element_ty), mask=inside)
+                acc = dot(s1, _weights(second, channel + SUB, column, limit, D, EVEN), acc, PRECISION)
+                acc = dot(s2, _weights(second, channel + 2 * SUB, column, limit, D, EVEN), acc, PRECISION)
+        tl.store(rows + column, acc.to(rows.dtype.element_ty), mask=valid[:, None] & (column < D))
 
 
 @triton.jit
@@ -141,21 +132,19 @@ def add_bias(
     products,
     shared,
     residual,
-    expert,
-    block,
-    B: tl.constexpr,
-    M: tl.constexpr,
+    part,
+    HIDDEN: tl.constexpr,
     SUB: tl.constexpr,
     NUM_SUB: tl.constexpr,
     HAS_SHARED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """The tiles of `gather_product` with the key biases of their block."""
+    """The tiles of `gather_product` with the key biases of their part: expert, first channel, number of channels."""
     p0, p1, p2 = products
-    p0 += _bias(shared, residual, expert, block, 0, B, M, SUB, HAS_SHARED, HAS_BIAS)
+    p0 += _bias(shared, residual, part, 0, HIDDEN, SUB, HAS_SHARED, HAS_BIAS)
     if NUM_SUB == 3:
-        p1 += _bias(shared, residual, expert, block, SUB, B, M, SUB, HAS_SHARED, HAS_BIAS)
-        p2 += _bias(shared, residual, expert, block, 2 * SUB, B, M, SUB, HAS_SHARED, HAS_BIAS)
+        p1 += _bias(shared, residual, part, SUB, HIDDEN, SUB, HAS_SHARED, HAS_BIAS)
+        p2 += _bias(shared, residual, part, 2 * SUB, HIDDEN, SUB, HAS_SHARED, HAS_BIAS)
     return p0, p1, p2
 
 
@@ -163,19 +152,18 @@ def add_bias(
 def _bias(
     shared,
     residual,
-    expert,
-    block,
+    part,
     START: tl.constexpr,
-    B: tl.constexpr,
-    M: tl.constexpr,
+    HIDDEN: tl.constexpr,
     SUB: tl.constexpr,
     HAS_SHARED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """(1, SUB) key biases of a block from channel START, zeros where there are none."""
+    """(1, SUB) key biases of a part from channel START, zeros where there are none."""
     if HAS_BIAS:
+        expert, first_channel, limit = part
         channel = START + tl.arange(0, SUB)
-        base = expert_pointer(shared, residual, expert, B * M, HAS_SHARED) + block * M
-        return tl.load(base + channel, mask=channel < M, other=0.0).to(tl.float32)[None, :]
+        base = expert_pointer(shared, residual, expert, HIDDEN, HAS_SHARED) + first_channel
+        return tl.load(base + channel, mask=channel < limit, other=0.0).to(tl.float32)[None, :]
     else:
         return tl.zeros((1, SUB), tl.float32)

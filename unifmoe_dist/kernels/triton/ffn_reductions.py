@@ -1,4 +1,4 @@
-"""Reductions of the block-sparse FFN: over the rows of a group to weights, over the groups of a token to outputs."""
+"""Reductions of the block-sparse FFN over the groups of a token: to outputs, and to gradients of gates."""
 
 # Arguments of device functions have no Python types.
 # mypy: allow-untyped-defs
@@ -9,101 +9,6 @@ import triton
 import triton.language as tl
 
 from unifmoe_dist.kernels.triton.math import dot, expert_pointer
-from unifmoe_dist.kernels.triton.tuning import Tiles, tuned
-
-_WEIGHT_TILES: dict[str, Tiles] = dict(
-    half=[(64, 32, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3), (128, 64, 8, 3)], single=[(64, 32, 4, 2), (64, 32, 8, 2)]
-)
-
-
-@triton.jit
-def _tiles_of_round(group_tiles, group, first_tile, round_tiles):
-    """First tile of a group; first and end of its tiles in this round; whether the round has nothing to write."""
-    start = tl.load(group_tiles + group)
-    stop = tl.load(group_tiles + group + 1)
-    low = tl.maximum(start, first_tile)
-    high = tl.minimum(stop, first_tile + round_tiles)
-    return start, low, high, (low >= high) & ((start < stop) | (first_tile > 0))  # zeros for a group without rows
-
-
-@tuned(("BLOCK_D", "BLOCK_R"), **_WEIGHT_TILES)
-@triton.jit(do_not_specialize=["first_tile", "round_tiles"])
-def weight_grad_kernel(
-    channels,
-    source,
-    shared_out,
-    out,
-    rows,
-    tile_count,
-    group_tiles,
-    first_tile,
-    round_tiles,
-    B: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    HAS_SHARED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """out[expert, block] = channels^T @ source[token], summed over the rows of one group in order.
-
-    A group cut by the end of a round is continued in the next, on top of what is stored.
-    """
-    PARTS: tl.constexpr = (M + BLOCK_H - 1) // BLOCK_H
-    group = tl.program_id(0) // PARTS
-    start, low, high, nothing = _tiles_of_round(group_tiles, group, first_tile, round_tiles)
-    if nothing:
-        return
-    channel = (tl.program_id(0) % PARTS) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
-    column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    expert, block = group // B, group % B
-    at = expert_pointer(shared_out, out, expert, B * M * D, HAS_SHARED) + block * (M * D) + channel * D + column
-    inside = (channel < M) & (column < D)
-    end = low * TILE_ROWS
-    if low < high:
-        end = (high - 1) * TILE_ROWS + tl.load(tile_count + high - 1)
-    acc = tl.load(at, mask=inside & (low > start), other=0.0).to(tl.float32)
-    for first in range(low * TILE_ROWS, end, BLOCK_R):
-        slot = first + tl.arange(0, BLOCK_R)
-        valid = slot < end
-        token = tl.load(rows + slot, mask=valid, other=0).to(tl.int64)
-        local = (slot - first_tile * TILE_ROWS).to(tl.int64)
-        a = tl.load(channels + local[None, :] * M + channel, mask=valid[None, :] & (channel < M), other=0.0)
-        b = tl.load(source + token[:, None] * D + column, mask=valid[:, None] & (column < D), other=0.0)
-        acc = dot(a, b, acc, PRECISION)
-    tl.store(at, acc.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["first_tile", "round_tiles"])
-def bias_grad_kernel(
-    partial,
-    shared_out,
-    out,
-    group_tiles,
-    first_tile,
-    round_tiles,
-    B: tl.constexpr,
-    M: tl.constexpr,
-    MP: tl.constexpr,
-    HAS_SHARED: tl.constexpr,
-):
-    """out[expert, block] = sum of the tiles' partial sums of one group, in order; rounds as in the weights."""
-    group = tl.program_id(0)
-    start, low, high, nothing = _tiles_of_round(group_tiles, group, first_tile, round_tiles)
-    if nothing:
-        return
-    channel = tl.arange(0, MP)
-    expert, block = group // B, group % B
-    at = expert_pointer(shared_out, out, expert, B * M, HAS_SHARED) + block * M + channel
-    acc = tl.load(at, mask=(channel < M) & (low > start), other=0.0).to(tl.float32)
-    for first in range(low, high, 16):
-        tile = first + tl.arange(0, 16)[:, None]
-        here = partial + (tile - first_tile) * M + channel[None, :]
-        acc += tl.sum(tl.load(here, mask=(tile < high) & (channel < M)[None, :], other=0.0), 0)
-    tl.store(at, acc.to(out.dtype.element_ty), mask=channel < M)
 
 
 @triton.jit
@@ -119,7 +24,54 @@ def _add_value_bias(
     return acc
 
 
-@triton.jit(do_not_specialize=["first_tile", "round_tiles"])
+@triton.jit
+def combine_token(
+    token,
+    column,
+    tiles,
+    is_last,
+    partial,
+    gates,
+    biases,
+    total,
+    out,
+    token_slots,
+    token_count,
+    E: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    FIRST: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """out[token] = value biases + the token's rows, float32 sums in ascending order of slots.
+
+    Of rows whose `tiles` are in the workspace: first, end, first row in it. `total` (N, D) float32 carries the sum from
+    one filling of the workspace to the next.
+    """
+    inside = column < D
+    if FIRST:
+        acc = tl.zeros_like(column).to(tl.float32)
+        if HAS_BIAS:
+            acc = _add_value_bias(acc, gates, biases[0], biases[1], token, column, E, D, HAS_SHARED)
+    else:
+        acc = tl.load(total + token * D + column, mask=inside, other=0.0)
+    low_tile, high_tile, first_row = tiles
+    low = low_tile * TILE_ROWS
+    high = high_tile * TILE_ROWS
+    count = tl.load(token_count + token)
+    for first in range(0, count, 4):
+        item = first + tl.arange(0, 4)
+        slot = tl.load(token_slots + token * G + item, mask=item < count, other=-1)
+        here = (slot >= low) & (slot < high)
+        at = partial + (slot - low + first_row).to(tl.int64)[:, None] * D + column[None, :]
+        acc += tl.sum(tl.load(at, mask=here[:, None] & inside[None, :], other=0.0).to(tl.float32), 0)
+    tl.store(out + token * D + column, acc.to(out.dtype.element_ty), mask=inside & is_last)
+    tl.store(total + token * D + column, acc, mask=inside & (is_last == 0))
+
+
+@triton.jit(do_not_specialize=["held_tiles"])
 def combine_kernel(
     partial,
     gates,
@@ -130,8 +82,7 @@ def combine_kernel(
     token_slots,
     token_count,
     num_tiles,
-    first_tile,
-    round_tiles,
+    held_tiles,
     E: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -140,56 +91,27 @@ def combine_kernel(
     HAS_BIAS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """out[token] = value biases + the token's rows of every round, float32 sums in ascending order of slots.
-
-    `total` (N, D) float32 carries the sum to the next round; the last round that has rows writes `out`.
-    """
-    tiles = tl.load(num_tiles)
-    if (first_tile >= tiles) & (first_tile > 0):
-        return
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    inside = column < D
-    acc = tl.load(total + token * D + column, mask=inside & (first_tile > 0), other=0.0)
-    if HAS_BIAS:
-        if first_tile == 0:
-            acc = _add_value_bias(acc, gates, shared_value_bias, value_bias, token, column, E, D, HAS_SHARED)
-    low = first_tile * TILE_ROWS
-    high = (first_tile + round_tiles) * TILE_ROWS
-    count = tl.load(token_count + token)
-    for first in range(0, count, 4):
-        item = first + tl.arange(0, 4)
-        slot = tl.load(token_slots + token * G + item, mask=item < count, other=-1)
-        here = (slot >= low) & (slot < high)
-        at = partial + (slot - low).to(tl.int64)[:, None] * D + column[None, :]
-        acc += tl.sum(tl.load(at, mask=here[:, None] & inside[None, :], other=0.0).to(tl.float32), 0)
-    if first_tile + round_tiles >= tiles:
-        tl.store(out + token * D + column, acc.to(out.dtype.element_ty), mask=inside)
-    else:
-        tl.store(total + token * D + column, acc, mask=inside)
-
-
-@triton.jit
-def finish_kernel(
-    total,
-    gates,
-    shared_value_bias,
-    value_bias,
-    out,
-    E: tl.constexpr,
-    D: tl.constexpr,
-    HAS_SHARED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """out[token] = value biases + total[token]: the end of the mode that adds rows atomically."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    inside = column < D
-    acc = tl.load(total + token * D + column, mask=inside, other=0.0)
-    if HAS_BIAS:
-        acc = _add_value_bias(acc, gates, shared_value_bias, value_bias, token, column, E, D, HAS_SHARED)
-    tl.store(out + token * D + column, acc.to(out.dtype.element_ty), mask=inside)
+    """`combine_token` of the workspace's first tiles; what is left for later fillings makes `total`, else `out`."""
+    combine_token(
+        tl.program_id(0).to(tl.int64),
+        tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D),
+        (0, held_tiles, 0),
+        tl.load(num_tiles) <= held_tiles,
+        partial,
+        gates,
+        (shared_value_bias, value_bias),
+        total,
+        out,
+        token_slots,
+        token_count,
+        E,
+        G,
+        D,
+        TILE_ROWS,
+        True,
+        HAS_SHARED,
+        HAS_BIAS,
+    )
 
 
 @triton.jit(do_not_specialize=["n"])

@@ -57,6 +57,7 @@ class Plan:
         group_tiles: (G + 1,) int32, first tile of every group.
         token_slots: (N, G) int32, slots of every token, ascending; undefined beyond its count.
         token_count: (N,) int32.
+        counters: int32 zeros, as many as were asked for.
         tile_rows: Rows of a tile.
     """
 
@@ -67,6 +68,7 @@ class Plan:
     group_tiles: Tensor
     token_slots: Tensor
     token_count: Tensor
+    counters: Tensor
     tile_rows: int
 
     @property
@@ -81,6 +83,11 @@ class Plan:
 
 def count_groups(gates_NE: Tensor, blocks_NB: Tensor, has_shared: bool = False) -> GroupOffsets:
     """Offsets of every group; arguments as in `make_plan`."""
+    return scan_groups(count_rows(gates_NE, blocks_NB, has_shared), 1)
+
+
+def count_rows(gates_NE: Tensor, blocks_NB: Tensor, has_shared: bool) -> Tensor:
+    """(spans, E, B) int32, rows of every group among the tokens of each span; arguments as in `make_plan`."""
     (n, experts), num_blocks = gates_NE.shape, blocks_NB.shape[1]
     counts = gates_NE.new_empty((triton.cdiv(n, SPAN), experts, num_blocks), dtype=torch.int32)
     if n:
@@ -96,7 +103,7 @@ def count_groups(gates_NE: Tensor, blocks_NB: Tensor, has_shared: bool = False) 
             HAS_SHARED=has_shared,
             num_warps=4,
         )
-    return scan_groups(counts, 1)
+    return counts
 
 
 def scan_groups(counts: Tensor, per_span: int, parts: Tensor | None = None, sums: Tensor | None = None) -> GroupOffsets:
@@ -132,7 +139,13 @@ def scan_groups(counts: Tensor, per_span: int, parts: Tensor | None = None, sums
 
 
 def make_plan(
-    gates_NE: Tensor, blocks_NB: Tensor, offsets: GroupOffsets, tile_rows: int, has_shared: bool = False, parts: int = 1
+    gates_NE: Tensor,
+    blocks_NB: Tensor,
+    offsets: GroupOffsets,
+    tile_rows: int,
+    has_shared: bool = False,
+    parts: int = 1,
+    counters: int = 0,
 ) -> Plan:
     """Plan the blocks of every token, in one launch.
 
@@ -142,7 +155,8 @@ def make_plan(
         offsets: `count_groups` of the same.
         tile_rows: Rows of a tile, a power of two.
         has_shared: Expert 0 computes `blocks_NB` and all others the complement.
-        parts: Equal parts of a block, each a group of its own: the plan then has B * parts blocks.
+        parts: Parts of a block, each a group of its own: the plan then has B * parts blocks.
+        counters: Numbers that a later launch counts with, to be cleared.
     """
     (n, experts), num_blocks = gates_NE.shape, blocks_NB.shape[1] * parts
     device = gates_NE.device
@@ -162,6 +176,7 @@ def make_plan(
         empty(groups + 1),
         empty(n, groups),
         empty(n),
+        empty(max(1, counters)),
         tile_rows,
     )
     _fill_kernel[(spans + 1, experts)](
@@ -176,8 +191,10 @@ def make_plan(
         plan.group_tiles,
         plan.token_slots,
         plan.token_count,
+        plan.counters,
         n,
         spans,
+        counters,
         E=experts,
         B=num_blocks,
         PARTS=parts,
@@ -277,7 +294,7 @@ def _scan_kernel(
         tl.store(sums + s, total, mask=s < S)
 
 
-@triton.jit(do_not_specialize=["n", "spans"])
+@triton.jit(do_not_specialize=["n", "spans", "num_counters"])
 def _fill_kernel(
     gates,
     blocks,
@@ -290,8 +307,10 @@ def _fill_kernel(
     group_tiles,
     token_slots,
     token_count,
+    counters,
     n,
     spans,
+    num_counters,
     E: tl.constexpr,
     B: tl.constexpr,
     PARTS: tl.constexpr,
@@ -316,6 +335,9 @@ def _fill_kernel(
         if expert == E - 1:
             tl.store(group_tiles + E * B, end)
             tl.store(num_tiles, end)
+            for first in range(0, num_counters, 128):
+                counter = first + tl.arange(0, 128)
+                tl.store(counters + counter, tl.zeros((128,), tl.int32), mask=counter < num_counters)
         for first in range(0, tl.max(own_tiles, 0), 32):
             index = first + tl.arange(0, 32)
             inside = (index[None, :] < own_tiles[:, None]) & (block < B)[:, None]

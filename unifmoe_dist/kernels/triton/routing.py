@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from unifmoe_dist.eager import not_compiled
 from unifmoe_dist.kernels.triton.math import DTYPES, EXACT, power_of_two, precision
-from unifmoe_dist.kernels.triton.plan import SPAN, GroupOffsets, count_groups, scan_groups
+from unifmoe_dist.kernels.triton.plan import SPAN, GroupOffsets, count_rows, scan_groups
 from unifmoe_dist.kernels.triton.routing_kernels import (
     columns_kernel,
     route_backward_kernel,
@@ -122,11 +122,10 @@ class _TritonRoute(torch.autograd.Function):
                 PRECISION=precision(x.dtype) if split else EXACT,
                 num_warps=4,
             )
+            statistics, per_span = x.new_empty(parts.shape[1:], dtype=torch.float64), SPAN // _TOKENS
             if counts is None:
-                statistics, offsets = parts.sum(0, dtype=torch.float64), count_groups(coefficients, blocks, True)
-            else:
-                statistics = x.new_empty(parts.shape[1:], dtype=torch.float64)
-                offsets = scan_groups(counts, SPAN // _TOKENS, parts, statistics)
+                counts, per_span = count_rows(coefficients, blocks, True), 1
+            offsets = scan_groups(counts, per_span, parts, statistics)
             made = statistics, offsets.earlier, offsets.totals
         ctx.save_for_backward(x, columns, coefficients, affinity, mask)
         ctx.num_blocks, ctx.weight_dtype = num_blocks, weight.dtype

@@ -78,7 +78,7 @@ def tuned(names: tuple[str, str], half: Tiles, single: Tiles) -> Callable[[Any],
 
     def worth_trying(_: list[triton.Config], arguments: dict, **more: Any) -> list[triton.Config]:
         given = {**arguments, **more}
-        pool = singles if given["keys" if "keys" in given else "channels"].dtype == torch.float32 else halves
+        pool = singles if given["keys" if "keys" in given else "channels_0"].dtype == torch.float32 else halves
         # More than 128 accumulators a thread only spill. The backward pass holds one more tile of them than the forward
         # pass, and gated experts one more in both.
         accumulators = 0
@@ -86,10 +86,6 @@ def tuned(names: tuple[str, str], half: Tiles, single: Tiles) -> Callable[[Any],
             tiles = 1 + given["BACKWARD"] + given["GATED"]
             accumulators = tiles * given["TILE_ROWS"] * given["SUB"] * given["NUM_SUB"]
         return [c for c in pool if may_try() and accumulators <= 128 * 32 * c.num_warps] or pool[:1]
-
-    def clear_sums(arguments: dict, reset_only: bool = False) -> None:
-        if arguments.get("ATOMIC"):  # trial runs would add up
-            arguments["out"].zero_()
 
     if INTERPRETED:
         return triton.autotune(configs=halves[:1], key=[])
@@ -100,7 +96,6 @@ def tuned(names: tuple[str, str], half: Tiles, single: Tiles) -> Callable[[Any],
         ["D", "M", "TILE_ROWS", "BACKWARD", "GATED"],
         reset_to_zero=None,
         restore_value=None,
-        pre_hook=clear_sums,
         prune_configs_by={"early_config_prune": worth_trying},
         cache_results=True,
     )

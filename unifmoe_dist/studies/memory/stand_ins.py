@@ -235,7 +235,7 @@ def kernels_without_launches() -> dict[str, ModuleType]:
         copies = {name: module for name, module in sys.modules.items() if name.startswith(f"{package}.")}
         for name in copies:
             del sys.modules[name]
-    shapes = copies[f"{package}.rounds"].LaunchShape
+    shapes = copies[f"{package}.workspace"].LaunchShape
     shapes._tile_rows = lambda shape, x: tile_sizes.tile_rows(shape.n, shape.experts, largest=64)
     return copies
 

@@ -7,7 +7,8 @@ keys (H, D) too, under the activation, whose value is multiplied with what the k
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -16,7 +17,11 @@ from torch import Tensor, nn
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_gradients import DataParallel, averaged
 from unifmoe_dist.expert_share import ExpertShare, note_parameters, part_of
+from unifmoe_dist.kept import AsCopies, forget, kept
 from unifmoe_dist.lending import Lender, as_numbers, is_dtensor, is_quantised
+
+WEIGHTS = ("keys", "values", "key_bias", "value_bias", "gate_keys", "gate_key_bias")
+"""Parameters of `BlockExperts`, and the tensors of `ExpertWeights`."""
 
 BIASES = ("key_bias", "value_bias", "gate_key_bias")
 """Parameters of `BlockExperts` in one dimension: (E * H,), (E * D,) and (E * H,)."""
@@ -36,6 +41,9 @@ class ExpertWeights:
 
     Gated ones have gate_keys (E, H, D) and gate_key_bias, like key_bias; None where they are not gated. `training` is
     the mode of the module whose they are.
+
+    Attributes:
+        copies: Gives the bank's copies of all its weights in another type, where it keeps some.
     """
 
     keys: Tensor
@@ -47,6 +55,20 @@ class ExpertWeights:
     gate_keys: Tensor | None = None
     gate_key_bias: Tensor | None = None
     training: bool = False
+    copies: Callable[[ExpertWeights, torch.dtype], list[Tensor] | None] | None = field(default=None, init=False)
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """By their names in `WEIGHTS`."""
+        return {name: getattr(self, name) for name in WEIGHTS}
+
+    def in_type(self, dtype: torch.dtype) -> dict[str, Tensor | None]:
+        """The tensors of all `WEIGHTS` in a type: cast, or taken from what the bank keeps."""
+        given = self.tensors()
+        if self.copies is not None and dtype != self.keys.dtype:
+            copies = self.copies(self, dtype)
+            if copies is not None:
+                return given | dict(zip([n for n, t in given.items() if t is not None], copies, strict=True))
+        return {name: None if tensor is None else tensor.to(dtype) for name, tensor in given.items()}
 
 
 class BlockExperts(Lender):
@@ -104,12 +126,11 @@ class BlockExperts(Lender):
             self.load(index, *weights)
 
     def weights(self) -> ExpertWeights:
-        names = ("keys", "values", "key_bias", "value_bias", "gate_keys", "gate_key_bias")
-        tensors = [as_numbers(getattr(self, name)) for name in names]
+        tensors = [as_numbers(getattr(self, name)) for name in WEIGHTS]
         if self.share is not None and self.around is not None:
             tensors = averaged(tensors, self.share, self.around)
         keys, values, key_bias, value_bias, gate_keys, gate_key_bias = tensors
-        return ExpertWeights(
+        weights = ExpertWeights(
             keys,
             values,
             self.by_expert(key_bias),
@@ -120,6 +141,28 @@ class BlockExperts(Lender):
             self.by_expert(gate_key_bias),
             self.training,
         )
+        if not torch.compiler.is_compiling():
+            object.__setattr__(weights, "copies", self._copies)  # no argument, so that `replace` drops it
+        return weights
+
+    def _copies(self, weights: ExpertWeights, dtype: torch.dtype) -> list[Tensor] | None:
+        """Copies of weights that `weights()` gave, in a type, made once for as long as the parameters do not change."""
+        given = {name: tensor for name, tensor in weights.tensors().items() if tensor is not None}
+        own = [getattr(self, name) for name in given]
+
+        def make() -> list[Tensor]:
+            experts = self.keys.shape[0]
+            wide = [p.view(experts, -1) if n in BIASES else p for n, p in zip(given, own, strict=True)]
+            return [tensor.detach().to(dtype).contiguous() for tensor in wide]
+
+        copies = kept(f"copies in {dtype}", own, make, self)
+        if copies is None or not (torch.is_grad_enabled() and any(t.requires_grad for t in given.values())):
+            return copies
+        return list(AsCopies.apply(copies, *given.values()))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> BlockExperts:
+        forget(self.parameters())  # where the weights go to, they may not have to be kept
+        return super()._apply(fn, recurse)
 
     def by_expert(self, bias: Tensor | None) -> Tensor | None:
         """(E, H) or (E, D) view of a bias, or of its gradient."""
@@ -222,3 +265,8 @@ class BlockExperts(Lender):
         experts, hidden, dim = self.keys.shape
         keys = as_numbers(self.activated_keys).detach().float()
         return keys.view(experts, self.num_blocks, hidden // self.num_blocks, dim).mean(dim=2)
+
+    def kept_prototypes(self) -> Tensor:
+        """As `prototypes`, averaged anew only where the keys have changed."""
+        found = kept("prototypes", [self.activated_keys], self.prototypes, self)
+        return self.prototypes() if found is None else found

@@ -9,7 +9,7 @@ every (expert, block, token) that is selected, in that order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ def grouped_block_ffn(
             weights.activation,
             recording,
             dropout,
-            *(None if t is None else t.to(dtype) for t in _tensors(weights)),
+            *_in_order(weights.in_type(dtype)),
         )
         return output.to(x_ND.dtype)
 
@@ -71,7 +71,7 @@ def grouped_gradients(
     As the backward pass of `grouped_block_ffn`, for whom kept nothing of a forward pass.
     """
     plan = list(_chunks(gates_NE != 0, blocks_NB)), weights.num_blocks, weights.activation, dropout
-    grad_x, grad_gates, *grads = _gradients(grad_ND, x_ND, gates_NE, *plan, _tensors(weights), ())
+    grad_x, grad_gates, *grads = _gradients(grad_ND, x_ND, gates_NE, *plan, _in_order(weights.tensors()), ())
     assert grad_x is not None and grad_gates is not None
     return grad_x, grad_gates, {name: t for name, t in zip(_TENSORS, grads, strict=True) if t is not None}
 
@@ -79,8 +79,8 @@ def grouped_gradients(
 _TENSORS = ("values", "value_bias", "keys", "key_bias", "gate_keys", "gate_key_bias")
 
 
-def _tensors(weights: ExpertWeights) -> list[Tensor | None]:
-    return [getattr(weights, name) for name in _TENSORS]
+def _in_order(tensors: Mapping[str, Tensor | None]) -> list[Tensor | None]:
+    return [tensors[name] for name in _TENSORS]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch import Tensor
 from unifmoe_dist.eager import exporting_to_onnx, in_transform
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts, ExpertWeights
+from unifmoe_dist.kept import kept
 from unifmoe_dist.kernels import self_test
 from unifmoe_dist.kernels.cpu import few_rows
 from unifmoe_dist.kernels.dropout import HiddenDropout
@@ -156,16 +157,22 @@ def route_tokens(x_ND: Tensor, router: Router, shared: BlockExperts, token_mask_
     """
     if not torch.compiler.is_compiling():  # who compiles fuses the definition by itself
         if _triton_routes(x_ND, router, shared.num_blocks):
-            from unifmoe_dist.kernels.triton.routing import triton_route
+            from unifmoe_dist.kernels.triton.routing import packed_columns, triton_route
 
+            keys, blocks = shared.activated_keys, shared.num_blocks
             with torch.autocast(x_ND.device.type, enabled=False):
-                return triton_route(
-                    x_ND, router.weight, as_numbers(shared.activated_keys)[0], shared.num_blocks, token_mask_N
+                columns = kept(
+                    "columns",
+                    [keys, router.weight],
+                    lambda: packed_columns(router.weight, keys[0], blocks),
+                    shared,
+                    router,
                 )
+                return triton_route(x_ND, router.weight, as_numbers(keys)[0], blocks, token_mask_N, columns)
         usual = _choice == "auto" and router.policies == RouterPolicies()
         if usual and few_rows.takes(x_ND, shared.training, router.weight, shared.activated_keys):
             return few_rows.route_few(x_ND, router, shared)
-    routing = router.decide(x_ND, shared.prototypes()[0])
+    routing = router.decide(x_ND, shared.kept_prototypes()[0])
     return routing if token_mask_N is None else routing.masked(token_mask_N)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import subprocess
 import sys
 
@@ -193,28 +191,14 @@ def _step(bank):
 def test_prototypes_are_those_of_the_weights_now(change, mode):
     bank = evaluated(64, 64, 3, 8).shared
     with mode():
-        first = few_rows.kept_prototypes(bank)
-        assert few_rows.kept_prototypes(bank) is first
+        first = bank.kept_prototypes()
+        assert bank.kept_prototypes() is first
     with torch.no_grad():
         CHANGES[change](bank)
     with mode():
-        got = few_rows.kept_prototypes(bank)
+        got = bank.kept_prototypes()
         assert not torch.allclose(got, first)
-        assert torch.equal(got, bank.prototypes()[0])
-
-
-def test_kept_prototypes_travel_with_nobody():
-    """Neither a copy nor a file has them, and they go with the weights."""
-    bank = evaluated(64, 64, 3, 8).shared
-    kept = len(few_rows._prototypes)
-    with torch.no_grad():
-        few_rows.kept_prototypes(bank)
-        assert len(few_rows._prototypes) == kept + 1
-        file = io.BytesIO()
-        torch.save(copy.deepcopy(bank), file)
-        assert len(few_rows._prototypes) == kept + 1
-    del bank
-    assert len(few_rows._prototypes) == kept
+        assert torch.equal(got, bank.prototypes())
 
 
 def test_compiled_once_and_kept(monkeypatch, tmp_path):

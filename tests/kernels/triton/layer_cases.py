@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.triton import (
     DEVICE,
@@ -242,3 +243,39 @@ def test_kernels_are_launched_on_the_device_of_their_tokens(monkeypatch):
         layer(x)
         block_ffn(x, torch.ones(40, 3), torch.ones(40, 4, dtype=torch.bool), layer.experts.weights())
     assert len(launched) > 8 and all(launched)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_columns_and_copies_serve_all_passes_of_a_step(autocast, monkeypatch):
+    """Router and prototypes are packed once a step, and results are those of packing and casting in every pass."""
+    packed = []
+    pack = triton_routing.packed_columns
+
+    def packing(*given):
+        packed.append(0)
+        return pack(*given)
+
+    def train() -> list[Tensor]:
+        layer = make_layer()
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+        for _ in range(2):
+            packed.clear()
+            for _ in range(2):
+                with use_kernels("triton"):
+                    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+                        y = checkpoint(layer, random(9, 32), use_reentrant=False)
+                    y.float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(layer.parameters())
+
+    monkeypatch.setattr(triton_routing, "packed_columns", packing)
+    torch.manual_seed(3)
+    got = train()
+    assert len(packed) == 1
+    for module in ("kernels.select", "experts"):
+        monkeypatch.setattr(f"unifmoe_dist.{module}.kept", lambda *_: None)
+    torch.manual_seed(3)
+    want = train()
+    assert len(packed) == 4  # each micro-batch's pass, and its recomputation
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))

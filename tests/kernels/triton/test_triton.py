@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.kernels.triton.triton_compile import compiled_launches, launches, unassembled
-from unifmoe_dist import UniFMoEConfig, UniFMoELayer
+from unifmoe_dist import UniFMoEConfig, UniFMoELayer, kept
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.kernels import HiddenDropout, use_kernels
@@ -125,8 +125,14 @@ def test_launches(experts, overflow, gated, masked, dtype, monkeypatch):
     layer.usage.totals = torch.zeros(6 + experts + layer.config.num_blocks, dtype=torch.float64)
     outputs = []
     more = ["overflow_kernel"] if overflow else []
+    monkeypatch.setattr(kept, "_sample", lambda weight: None)  # as on a GPU, where nobody looks at the weights
+    monkeypatch.setattr(kept, "_can_tell", lambda weight, training: kept._Everything.stepped)
     with use_kernels("triton"):
+        monkeypatch.setattr(kept._Everything, "stepped", False)
         forward = launches(lambda: outputs.append(layer(x, mask)), monkeypatch)
+        monkeypatch.setattr(kept._Everything, "stepped", True)
+        assert launches(lambda: layer(x, mask), monkeypatch) == forward
+        assert launches(lambda: layer(x, mask), monkeypatch) == forward[1:]  # a step's router and prototypes are packed
     assert forward == [
         "columns_kernel",
         "route_kernel",

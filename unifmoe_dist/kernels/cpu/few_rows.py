@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from unifmoe_dist.eager import in_transform
 from unifmoe_dist.experts import BlockExperts, ExpertWeights
 from unifmoe_dist.kernels.activations import FUNCTIONS
 from unifmoe_dist.kernels.cpu.library import library
-from unifmoe_dist.lending import is_quantised
 from unifmoe_dist.routing import ByProducts, Router, Routing
 
 MOST_TOKENS = 64
-
-_SAMPLES = 512  # so many weights, about, tell whether any were changed behind autograd's back
-_prototypes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def takes(x_ND: Tensor, training: bool, *weights: Tensor | None) -> bool:
@@ -58,7 +53,7 @@ def takes_banks(x_ND: Tensor, *banks: ExpertWeights) -> bool:
 def route_few(x_ND: Tensor, router: Router, shared: BlockExperts) -> Routing:
     """As `routing.route` with the method's own policies, and the statistics on the way."""
     x_ND = x_ND.contiguous()
-    prototypes_BD = kept_prototypes(shared)
+    prototypes_BD = shared.kept_prototypes()[0]
     (n, dim), (columns, _), blocks = x_ND.shape, router.weight.shape, shared.num_blocks
     coefficients, affinity = x_ND.new_empty(n, columns), x_ND.new_empty(n, columns - 1)
     chosen = x_ND.new_empty(n, blocks, dtype=torch.bool)  # on the CPU, whatever torch's default device is
@@ -108,20 +103,3 @@ def few_rows_ffn(
     given, sizes = (hidden_RM.data_ptr(), gates_at, *rows_at), (n, dim, experts, blocks, width)
     functions.down(*given, *sizes, *bank("values", "value_bias"), y_ND.data_ptr(), threads)
     return y_ND
-
-
-def kept_prototypes(shared: BlockExperts) -> Tensor:
-    """(B, D) float32 prototypes of the shared expert, averaged anew only where its keys have changed.
-
-    A change is a new version or place of the tensor; what optimisers write through `.data` leaves the version alone, so
-    a sample of the weights is compared too.
-    """
-    keys = shared.activated_keys
-    if is_quantised(keys):
-        return shared.prototypes()[0]
-    sample = keys.detach().view(-1)[:: keys.numel() // _SAMPLES | 1]  # odd, not to keep to few columns
-    state = keys.data_ptr(), 0 if keys.is_inference() else keys._version
-    kept = _prototypes.get(keys)
-    if kept is None or kept[0] != state or not torch.equal(kept[1], sample):
-        kept = _prototypes[keys] = (state, sample.clone(), shared.prototypes()[0])
-    return kept[2]

@@ -17,7 +17,7 @@ Work and memory, per row (one block of one token), M channels in a block, comput
 
 Launches of a whole layer on one rank, whatever K: 8 forward, of which the first four route and plan and one adds to
 the running statistics, and 12 backward with biases. Half precision casts two small tensors more in the backward pass,
-and autocast casts the weights in both. `test_launches` counts them.
+and autocast casts the weights once a step (`kept`). `test_launches` counts them.
 
 Weight gradients belong to one program per tile of a group, which walks the group's rows in order and adds in float32.
 
@@ -100,11 +100,10 @@ def triton_block_ffn(
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x_ND.dtype
     # Triton launches on the current device, which need not be x's; autograd sees to it in backward passes.
     with torch.autocast(device_type, enabled=False), torch.cuda.device_of(x_ND):
-        tensors = []
+        tensors: list[Tensor | None] = []
         for bank in (shared, weights):
-            for name in _TENSORS:
-                tensor = None if bank is None else getattr(bank, name)
-                tensors.append(None if tensor is None else tensor.to(dtype).contiguous())
+            given = {} if bank is None else bank.in_type(dtype)
+            tensors += [None if t is None else t.contiguous() for t in map(given.get, _TENSORS)]
         output = _TritonBlockFFN.apply(
             x_ND.to(dtype).contiguous(),
             gates_NE.float().contiguous(),

@@ -52,7 +52,12 @@ def unsupported(x: Tensor, columns: int, num_blocks: int) -> str | None:
 
 @not_compiled
 def triton_route(
-    x_ND: Tensor, weight_KD: Tensor, keys_HD: Tensor, num_blocks: int, token_mask_N: Tensor | None = None
+    x_ND: Tensor,
+    weight_KD: Tensor,
+    keys_HD: Tensor,
+    num_blocks: int,
+    token_mask_N: Tensor | None = None,
+    columns_CD: Tensor | None = None,
 ) -> Routing:
     """Same meaning and gradients as `route` on float32 copies of its inputs and the prototypes of `keys_HD`.
 
@@ -62,6 +67,7 @@ def triton_route(
         keys_HD: (H, D) keys of the shared expert; the mean of every H / B of them is a block's prototype.
         num_blocks: Blocks B.
         token_mask_N: (N,) bool; a false token gets zeros everywhere, uses nothing and has no gradient.
+        columns_CD: (K + 1 + B, D) float32, `packed_columns` of the weight and the keys; None packs them here.
 
     Returns:
         The decision, with `by_products` where there are tokens. `shared_demand` and `gates` are views of its
@@ -69,7 +75,7 @@ def triton_route(
     """
     with torch.cuda.device_of(x_ND):  # Triton launches on the current device, which need not be x's
         coefficients, affinity, blocks, block_count, expert_count, *made = _TritonRoute.apply(
-            x_ND.contiguous(), weight_KD.contiguous(), keys_HD.detach().contiguous(), num_blocks, token_mask_N
+            x_ND.contiguous(), weight_KD, keys_HD.detach(), num_blocks, token_mask_N, columns_CD
         )
     alpha, gates = coefficients[:, 0], coefficients[:, 1:]
     routing = Routing(alpha, blocks, affinity, gates, block_count, expert_count)
@@ -82,14 +88,20 @@ def triton_route(
 class _TritonRoute(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, keys: Tensor, num_blocks: int, token_mask: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        keys: Tensor,
+        num_blocks: int,
+        token_mask: Tensor | None,
+        columns: Tensor | None,
     ) -> tuple[Tensor, ...]:
         (n, dim), num_experts = x.shape, weight.shape[0] - 1
         coefficients, affinity = (x.new_empty((n, e), dtype=torch.float32) for e in (num_experts + 1, num_experts))
         blocks = x.new_empty((n, num_blocks), dtype=torch.bool)
         block_count, expert_count = (x.new_empty((n,), dtype=torch.int64) for _ in range(2))
         mask = None if token_mask is None else token_mask.contiguous().view(torch.uint8)
-        columns = _packed_columns(weight, keys, num_blocks)
+        columns = packed_columns(weight, keys, num_blocks) if columns is None else columns
         made: tuple[Tensor, ...] = ()
         if n:
             split = x.dtype == torch.bfloat16
@@ -141,7 +153,7 @@ class _TritonRoute(torch.autograd.Function):
         x, columns, coefficients, affinity, mask = ctx.saved_tensors
         (n, dim), num_experts = x.shape, affinity.shape[1]
         if not n:
-            return torch.zeros_like(x), columns.new_zeros((num_experts + 1, dim), dtype=ctx.weight_dtype), *[None] * 3
+            return torch.zeros_like(x), columns.new_zeros((num_experts + 1, dim), dtype=ctx.weight_dtype), *[None] * 4
         grad_x = torch.empty_like(x)
         grad_logits = x.new_empty((n, num_experts + 1), dtype=torch.float32)
         width = power_of_two(num_experts + 1, 16)
@@ -171,11 +183,12 @@ class _TritonRoute(torch.autograd.Function):
         route_weight_kernel[(spans, triton.cdiv(dim, common["BLOCK_D"]))](
             x, mask, grad_logits, partial, n, span, C=num_experts + 1, STEP=32, HAS_MASK=mask is not None, **common
         )
-        return grad_x, partial.sum(0).to(ctx.weight_dtype), None, None, None
+        return grad_x, partial.sum(0).to(ctx.weight_dtype), *[None] * 4
 
 
-def _packed_columns(weight: Tensor, keys: Tensor, num_blocks: int) -> Tensor:
-    """(K + 1 + B, D) float32: the router's weight, then the prototypes."""
+def packed_columns(weight: Tensor, keys: Tensor, num_blocks: int) -> Tensor:
+    """(K + 1 + B, D) float32: the router's weight (K + 1, D), then the prototypes of keys (H, D)."""
+    weight, keys = weight.contiguous(), keys.contiguous()
     (num_columns, dim), block = weight.shape, keys.shape[0] // num_blocks
     columns = weight.new_empty((num_columns + num_blocks, dim), dtype=torch.float32)
     width = min(32, power_of_two(dim, 16))

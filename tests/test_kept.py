@@ -5,15 +5,20 @@ from __future__ import annotations
 import copy
 import io
 from collections import Counter
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from unifmoe_dist import UniFMoEConfig, UniFMoELayer, kept
+from tests.support.ranks import run_ranks
+from unifmoe_dist import UniFMoEConfig, UniFMoELayer, kept, leave_experts_alone
 from unifmoe_dist.experts import BlockExperts, ExpertWeights
 from unifmoe_dist.kernels import use_kernels
 
@@ -354,3 +359,30 @@ def test_the_definition_under_autocast_is_as_before(monkeypatch):
         got = layer(x)
         monkeypatch.setattr("unifmoe_dist.experts.kept", lambda *_: None)
         assert torch.equal(got, layer(x))
+
+
+# -- over ranks -------------------------------------------------------------------------------------------------------
+
+
+def train_spread(rank, world, keeps):
+    """Weights of this rank after steps in DDP under autocast, experts spread, the second micro-batch averaged."""
+    with patch("unifmoe_dist.experts.kept", kept.kept if keeps else lambda *_: None):
+        torch.manual_seed(0)
+        layer = UniFMoELayer(UniFMoEConfig(32, 64, num_experts=4, num_blocks=4), expert_group=dist.group.WORLD)
+        module = nn.Sequential(layer, nn.Linear(32, 2))
+        leave_experts_alone(module)
+        model = DDP(module)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        torch.manual_seed(rank)
+        for _ in range(2):
+            for last in (False, True):
+                with nullcontext() if last else model.no_sync(), torch.autocast("cpu", HALF):
+                    model(torch.randn(12 + rank, 32)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+
+def test_spread_experts_train_as_with_casts_in_every_call():
+    for got, want in zip(run_ranks(2, train_spread, True), run_ranks(2, train_spread, False), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))

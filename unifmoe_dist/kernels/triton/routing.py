@@ -192,18 +192,19 @@ def packed_columns(weight: Tensor, keys: Tensor, num_blocks: int) -> Tensor:
     (num_columns, dim), block = weight.shape, keys.shape[0] // num_blocks
     columns = weight.new_empty((num_columns + num_blocks, dim), dtype=torch.float32)
     width = min(32, power_of_two(dim, 16))
-    columns_kernel[(num_blocks + triton.cdiv(num_columns, 16), triton.cdiv(dim, width))](
-        weight,
-        keys,
-        columns,
-        C=num_columns,
-        B=num_blocks,
-        M=block,
-        D=dim,
-        BLOCK_M=min(64, power_of_two(block)),
-        BLOCK_D=width,
-        num_warps=4,
-    )
+    with torch.cuda.device_of(keys):
+        columns_kernel[(num_blocks + triton.cdiv(num_columns, 16), triton.cdiv(dim, width))](
+            weight,
+            keys,
+            columns,
+            C=num_columns,
+            B=num_blocks,
+            M=block,
+            D=dim,
+            BLOCK_M=min(64, power_of_two(block)),
+            BLOCK_D=width,
+            num_warps=4,
+        )
     return columns
 
 

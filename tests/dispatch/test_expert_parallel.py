@@ -13,8 +13,8 @@ import torch.distributed as dist
 from tests.support.ranks import run_ranks
 from tests.support.sharded import CLOSE, EXCHANGES, assert_equals_whole, dense_parameters, sharded_layer, whole_layer
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer
-from unifmoe_dist.dispatch.bits import pack_bits, unpack_bits
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.kernels.bits import pack_bits, unpack_bits
 
 CONFIG = UniFMoEConfig(12, 40, 4, 10)
 WEIGHTS = torch.linspace(-1, 1, CONFIG.model_dim)

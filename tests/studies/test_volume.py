@@ -44,7 +44,8 @@ def test_volumes_equal_brute_force(experts, size, rank, blocks):
     traffic = Traffic.of(gates, blocks, row, size, rank)
     minimum, sent = minimum_volume(traffic), alltoall_volume(traffic)
     assert (minimum.forward, minimum.backward) == (forward, backward)
-    assert (sent.forward, sent.backward) == (forward + ours + 32 * (size - 1), backward)
+    starts = traffic.crossings * 4 / 128
+    assert (sent.forward, sent.backward) == (pytest.approx(forward + ours + starts + 16 * (size - 1)), backward)
     assert traffic.largest_load == max(sum(bool(g != 0) for g in gates[:, e]) for e in range(experts))
     padded = torch.zeros(experts, 5, row, dtype=torch.uint8)  # (K, capacity, D) of a rank, one way
     assert tutel_volume(traffic, 5).forward == 2 * (padded.numel() - padded[:local].numel())
@@ -57,7 +58,8 @@ def volumes(rank, world, *args):
 @pytest.mark.parametrize("world,experts,skewed", [(2, 64, False), (2, 6, True), (4, 16, True)])
 def test_alltoall_sends_the_formula_and_at_most_the_minimum_plus_5_percent(world, experts, skewed):
     values = run_ranks(world, volumes, experts, skewed, 100, 384, 8)[0]
-    assert values["alltoall"] == pytest.approx(values["formula"], rel=1e-12)
+    aligning = (values["group_size"] - 1) * (21 + 17) / 100  # at most, per token
+    assert values["formula"] <= values["alltoall"] <= values["formula"] + aligning
     assert values["minimum"] < values["alltoall"] <= 1.05 * values["minimum"]
     assert values["tutel"] > values["alltoall"]
     assert (values["load_imbalance"] > 1.5) == skewed

@@ -28,7 +28,7 @@ from unifmoe_dist.train.batches import TrainBatches
 PLACES = {
     "data": (TrainBatches, "step", 3),
     "forward": (UniFMoELayer, "forward", 5),
-    "dispatch": (alltoall._AllToAllExchange, "arrivals", 5),
+    "dispatch": (alltoall.AllToAllExchange, "arrivals", 5),
     "evaluation": (evaluate, "evaluation_batches", 2),
     "save": (checkpoint, "save_tensors", 2),
 }

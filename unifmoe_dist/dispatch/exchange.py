@@ -51,7 +51,7 @@ class AsyncExchange:
 
     def start(self, *tensors: Tensor) -> AsyncExchange:
         """Start sending; the exchange itself, for a wait."""
-        anchor = torch.zeros((), device=tensors[0].device, requires_grad=self._differentiable)
+        anchor = torch.empty(0, device=tensors[0].device, requires_grad=self._differentiable)
         self._started = _Start.apply(self._state, anchor, *tensors)
         return self
 
@@ -70,14 +70,18 @@ class _State:
 
 
 class _Start(torch.autograd.Function):
-    """Forward starts the collective and returns a scalar that ties the wait to it; backward waits for the gradients."""
+    """Forward starts the collective and returns what ties the wait to it; backward waits for the gradients.
+
+    That is a tensor without elements, on the device whose thread of autograd's engine is to run the node: it costs no
+    launch.
+    """
 
     @staticmethod
     def forward(ctx: Any, state: _State, anchor: Tensor, *tensors: Tensor) -> Tensor:
         ctx.state = state
         ctx.floating = [t.is_floating_point() for t in tensors]
         state.forward = state.collective.start(tensors)
-        return torch.zeros_like(anchor)
+        return torch.empty_like(anchor)
 
     @staticmethod
     @once_differentiable
@@ -96,13 +100,19 @@ class _Wait(torch.autograd.Function):
         pending, state.forward = state.forward, None
         assert pending is not None
         outputs = pending.wait()
-        ctx.floating = [o.is_floating_point() for o in outputs]
+        ctx.set_materialize_grads(False)  # of masks too, each a launch
+        ctx.device = started.device
+        ctx.kinds = [(o.shape, o.dtype) if o.is_floating_point() else None for o in outputs]
         ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))
         return outputs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        kept = tuple(g for g, floating in zip(grads, ctx.floating, strict=True) if floating)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        kept = tuple(
+            torch.zeros(kind[0], dtype=kind[1], device=ctx.device) if grad is None else grad
+            for grad, kind in zip(grads, ctx.kinds, strict=True)
+            if kind is not None
+        )
         ctx.state.backward = ctx.state.collective.reversed().start(kept)
-        return None, torch.zeros((), device=grads[0].device)
+        return None, torch.empty(0, device=ctx.device)

@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unifmoe_dist.dispatch.bits import pack_bits, unpack_bits
 from unifmoe_dist.dispatch.exchange import AsyncExchange
 from unifmoe_dist.dispatch.protocol import Arrivals, gradient_needs
 from unifmoe_dist.eager import not_compiled
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_share import NOT_PICKLABLE
+from unifmoe_dist.kernels.bits import pack_bits, unpack_bits
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -24,6 +24,7 @@ from unifmoe_dist.kept import kept
 from unifmoe_dist.kernels import self_test
 from unifmoe_dist.kernels.cpu import few_rows
 from unifmoe_dist.kernels.dropout import HiddenDropout
+from unifmoe_dist.kernels.exchange import Packing, TorchPacking
 from unifmoe_dist.kernels.grouped import grouped_block_ffn, grouped_gradients
 from unifmoe_dist.kernels.reference import reference_block_ffn
 from unifmoe_dist.lending import as_numbers
@@ -176,6 +177,18 @@ def route_tokens(x_ND: Tensor, router: Router, shared: BlockExperts, token_mask_
     return routing if token_mask_N is None else routing.masked(token_mask_N)
 
 
+def pack_tokens(x_ND: Tensor, gates_NK: Tensor, blocks_NB: Tensor, ranks: int, needs: list[int]) -> Packing:
+    """What carries tokens to `ranks` ranks that hold K / ranks experts each; arguments as of `exchange.Packing`.
+
+    The bytes are the same whatever packs them, so ranks may choose differently.
+    """
+    if _triton_carries(x_ND, gates_NK, blocks_NB, ranks):
+        from unifmoe_dist.kernels.triton.exchange import TritonPacking
+
+        return TritonPacking(gates_NK, blocks_NB, ranks, needs)
+    return TorchPacking(gates_NK, blocks_NB, ranks, needs)
+
+
 def _in_graph() -> bool:
     """Whether a tracer should see an operator; the definition it can follow itself."""
     return torch.compiler.is_compiling() and not _definition()
@@ -222,6 +235,16 @@ def _triton_routes(x: Tensor, router: Router, num_blocks: int) -> bool:
     if not _supported(unsupported(x, columns, num_blocks)):
         return False
     return _choice == "triton" or self_test.routing_works(x, columns, num_blocks)
+
+
+def _triton_carries(x: Tensor, gates: Tensor, blocks: Tensor, ranks: int) -> bool:
+    if not _wants_triton(x):
+        return False
+    from unifmoe_dist.kernels.triton.exchange import unsupported
+
+    if not _supported(unsupported(x, gates, blocks, ranks)):
+        return False
+    return _choice == "triton" or self_test.exchange_works(x, gates.shape[1] // ranks, blocks.shape[1], ranks)
 
 
 def _supported(reason: str | None) -> bool:

@@ -20,6 +20,8 @@ from torch import Tensor
 from unifmoe_dist.eager import not_compiled
 from unifmoe_dist.experts import ExpertWeights
 from unifmoe_dist.kernels.dropout import HiddenDropout
+from unifmoe_dist.kernels.exchange import TorchPacking
+from unifmoe_dist.kernels.exchange_trial import Rank, journey
 from unifmoe_dist.kernels.grouped import grouped_block_ffn
 from unifmoe_dist.routing import Routing, route
 
@@ -62,7 +64,20 @@ class _Routing:
         return f"routing of width {self.dim} to {self.columns - 1} experts in {self.dtype}"
 
 
-_verdicts: dict[_FFN | _Routing, bool] = {}
+@dataclass(frozen=True)
+class _Exchange:
+    device: torch.device
+    dtype: torch.dtype
+    dim: int
+    experts: int
+    num_blocks: int
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"the exchange of {self.dtype} tokens of width {self.dim} between {self.ranks} ranks"
+
+
+_verdicts: dict[_FFN | _Routing | _Exchange, bool] = {}
 
 
 def ffn_works(x: Tensor, weights: ExpertWeights, dropout: bool = False, shared: bool = False) -> bool:
@@ -85,6 +100,15 @@ def routing_works(x: Tensor, columns: int, num_blocks: int) -> bool:
     """Whether `triton_route` agrees with plain torch on x's device, for (N, D) tokens and (columns, D) weights."""
     # A token whose decision is within rounding may fall either way: one in a hundred may.
     return _proven(_Routing(x.device, x.dtype, x.shape[1], columns, num_blocks), 2e-2, _compare_routing)
+
+
+def exchange_works(x: Tensor, experts: int, num_blocks: int, ranks: int) -> bool:
+    """Whether `TritonPacking` agrees with plain torch on x's device, for `experts` on each of so many ranks.
+
+    The trial has 16 ranks at most: more would differ in sizes alone.
+    """
+    case = _Exchange(x.device, x.dtype, x.shape[1], experts, num_blocks, min(ranks, 16))
+    return _proven(case, 1e-2, _compare_exchange)  # of sums, which are rounded once
 
 
 def _compare_ffn(case: _FFN) -> list[tuple[Tensor, Tensor]]:
@@ -146,6 +170,20 @@ def _compare_routing(case: _Routing) -> list[tuple[Tensor, Tensor]]:
         decisions = [r.shared_blocks.float().mean(0), (r.gates != 0).float().mean(0), _group_sizes(r) / _TOKENS]
         pairs.append([r.shared_demand.detach(), r.affinity.detach(), *decisions, *grads])
     return list(zip(*pairs, strict=True))
+
+
+def _compare_exchange(case: _Exchange) -> list[tuple[Tensor, Tensor]]:
+    """What arrives, the sums at home and the gradients, between ranks that are all on this device."""
+    from unifmoe_dist.kernels.triton.exchange import TritonPacking
+
+    draw, wide = _Draw(case.device, case.dtype), _Draw(case.device, torch.float32)
+    ranks = []
+    for _ in range(case.ranks):
+        x, grad, blocks = draw(_TOKENS, case.dim), draw(_TOKENS, case.dim), wide(_TOKENS, case.num_blocks) > 0
+        gates = wide(_TOKENS, case.ranks * case.experts)
+        ranks.append(Rank(x, gates.masked_fill(gates < 0.8, 0.0), blocks, grad))
+    fused, plain = (journey([kind] * case.ranks, ranks) for kind in (TritonPacking, TorchPacking))
+    return [pair for made in zip(fused, plain, strict=True) for pair in zip(*made, strict=True)]
 
 
 def _group_sizes(routing: Routing) -> Tensor:

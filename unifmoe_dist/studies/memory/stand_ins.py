@@ -27,12 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unifmoe_dist.dispatch import Arrivals, alltoall
-from unifmoe_dist.dispatch.bits import pack_bits, unpack_bits
-from unifmoe_dist.dispatch.exchange import AsyncExchange
+from unifmoe_dist.dispatch import alltoall
 from unifmoe_dist.expert_layer import ExpertLayer
 from unifmoe_dist.experts import ExpertWeights
 from unifmoe_dist.kernels import HiddenDropout, grouped, grouped_block_ffn, grouped_products, select, tile_sizes, triton
+from unifmoe_dist.kernels.exchange import TorchPacking
 from unifmoe_dist.layer import UniFMoELayer
 from unifmoe_dist.upcycling import moe_layers
 
@@ -126,30 +125,21 @@ class _EvenDispatcher:
             missed *= max(0.0, (num_experts - self.experts - i) / (num_experts - i))
         return self.ranks * (1 - missed)
 
-    def dispatch(self, x: Tensor, gates: Tensor, blocks: Tensor, trained: bool = True) -> _EvenExchange:
-        return _EvenExchange(self, x, gates, blocks)
-
-
-class _EvenExchange(alltoall._AllToAllExchange):
-    def __init__(self, dispatcher: _EvenDispatcher, x: Tensor, gates: Tensor, blocks: Tensor) -> None:
-        ranks = dispatcher.ranks
-        self.num_tokens, self.num_blocks, self.num_local = len(x), blocks.shape[1], gates.shape[1] // ranks
-        rows, chosen = round(len(x) * dispatcher.crossings(gates.shape[1])), round(len(x) * dispatcher.experts)
-        row_counts, gate_counts = (
-            [n * (r + 1) // ranks - n * r // ranks for r in range(ranks)] for n in (rows, chosen)
-        )
-        self.token = x.new_zeros((rows,), dtype=torch.int64)
+    def dispatch(self, x: Tensor, gates: Tensor, blocks: Tensor, trained: bool = True) -> alltoall.AllToAllExchange:
+        ranks, gates = self.ranks, gates.float()
+        rows, chosen = round(len(x) * self.crossings(gates.shape[1])), round(len(x) * self.experts)
+        counts = [[n * (r + 1) // ranks - n * r // ranks for n in (rows, chosen)] for r in range(ranks)]
+        packing = select.pack_tokens(x, gates, blocks, ranks, [1, 1])
+        if isinstance(packing, TorchPacking):
+            packing._places = _even_places  # type: ignore[method-assign]
+        packing.agree([[[*of_rank, 1, 1] for of_rank in counts]] * 2)
         nowhere: Any = None
-        self.home, self.home_needs = alltoall._AllToAll(nowhere, [row_counts], [row_counts]), True
-        counts = [row_counts, gate_counts, row_counts]
-        bits = pack_bits(blocks.new_empty((rows, self.num_blocks + self.num_local)))
-        sent = x[self.token], gates.new_empty((chosen,)) + gates.sum(), bits
-        self.sent = AsyncExchange(alltoall._AllToAll(nowhere, counts, counts), True).start(*sent)
+        return alltoall.AllToAllExchange(nowhere, packing, x, gates, blocks)
 
-    def arrivals(self) -> Arrivals:
-        x, gates, bits = self.sent.wait()
-        blocks = unpack_bits(bits, self.num_blocks + self.num_local)[:, : self.num_blocks]
-        return Arrivals(x, gates.new_empty((len(x), self.num_local)) + gates.sum(), blocks)
+
+def _even_places(mask: Tensor, count: int) -> Tensor:
+    """As many places as the counts say, whatever is active."""
+    return mask.new_zeros(count, dtype=torch.int64)
 
 
 # -- a GPU ------------------------------------------------------------------------------------------------------------
@@ -171,7 +161,7 @@ def gpu_operators() -> Iterator[None]:
     ) -> Tensor:
         return _Attention.apply(query, key, value, attn_mask)
 
-    passed = SimpleNamespace(ffn_works=lambda *_: True, routing_works=lambda *_: True)
+    passed = SimpleNamespace(**dict.fromkeys(("ffn_works", "routing_works", "exchange_works"), lambda *_: True))
     with (
         patch.multiple(F, scaled_dot_product_attention=attention, dropout=dropout),
         patch.multiple(select, _wants_triton=lambda x: True, self_test=passed),
@@ -230,7 +220,7 @@ def kernels_without_launches() -> dict[str, ModuleType]:
     hidden = {name: None for name in sys.modules if name.startswith(f"{package}.")}
     stubs = dict.fromkeys(("triton", "triton.language", "triton.runtime.autotuner"), stub)
     with _imported({**hidden, **stubs}), patch.dict(vars(triton)):
-        for name in ("ffn", "routing"):
+        for name in ("ffn", "routing", "exchange"):
             import_module(f"{package}.{name}")
         copies = {name: module for name, module in sys.modules.items() if name.startswith(f"{package}.")}
         for name in copies:

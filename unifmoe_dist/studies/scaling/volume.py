@@ -35,13 +35,14 @@ from scipy.special import binom
 from torch import Tensor
 
 from unifmoe_dist.dispatch.alltoall import AllToAllDispatcher
+from unifmoe_dist.kernels.exchange import CHUNK, COUNTS
 from unifmoe_dist.routing import Router
 from unifmoe_dist.runtime.local_ranks import run_local_ranks
 from unifmoe_dist.runtime.ranks import Ranks, running_ranks, world_size_from_environment
 from unifmoe_dist.studies.records import markdown
 
 GATE_BYTES = 4
-_COUNT_BYTES = 4 * 8  # what alltoall announces to each peer: its rows, its gates, and who wants gradients, int64
+_COUNT_BYTES = 4 * COUNTS  # what alltoall announces to each peer, int32
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,15 @@ def minimum_volume(traffic: Traffic) -> Volume:
 
 
 def alltoall_volume(traffic: Traffic) -> Volume:
-    """Bytes of the alltoall dispatcher: the minimum, bits for the active experts, and the counts announced."""
+    """Bytes of the alltoall dispatcher: the minimum, bits for the active experts, where gates start, and the counts.
+
+    What aligns a peer's run is not in it: at most 21 bytes in the forward pass and 17 in the backward pass.
+    """
     minimum = minimum_volume(traffic)
     local = traffic.num_experts // traffic.group_size
     bits = math.ceil((traffic.num_blocks + local) / 8) - math.ceil(traffic.num_blocks / 8)
     counts = _COUNT_BYTES * (traffic.group_size - 1)
-    return Volume(minimum.forward + traffic.crossings * bits + counts, minimum.backward)
+    return Volume(minimum.forward + traffic.crossings * (bits + 4 / CHUNK) + counts, minimum.backward)
 
 
 def tutel_volume(traffic: Traffic, capacity: float) -> Volume:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from unifmoe_dist import UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.dispatch import alltoall
 from unifmoe_dist.kernels import use_kernels
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 if torch.cuda.is_available():
     from tests.kernels.triton.exchange_cases import *  # noqa: F403
@@ -89,6 +90,22 @@ def test_kernels_compile(architecture, experts, blocks, dim, dtype, monkeypatch)
         "unpack_kernel",
     ]
     assert all(kernel.shared_memory <= 48 * 1024 for kernel in kernels)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+def test_rows_move_by_16_bytes(monkeypatch):
+    """The compiler sees that runs start where wide loads and stores may."""
+    compiled, narrow = triton.compile, {}
+
+    def noting(source, *args):
+        made = compiled(source, *args)
+        narrow[source.fn.__name__] = re.findall(r"(?:ld|st)\.global\.b16", made.asm["ptx"])
+        return made
+
+    forward, _ = exchange_step(monkeypatch, 300, 3, 8, 384, torch.bfloat16)
+    monkeypatch.setattr(triton, "compile", noting)
+    compiled_launches(forward, 90, monkeypatch)
+    assert not narrow["pack_kernel"] and not narrow["unpack_kernel"] and not narrow["sum_kernel"]
 
 
 @pytest.mark.gpu

@@ -27,6 +27,12 @@ def _gates_at(rows, ROW_BYTES: tl.constexpr):
 
 
 @triton.jit
+def _first_number(start, ITEM: tl.constexpr):
+    """Number, of `ITEM` bytes each, at which the run that starts at byte `start` begins: wide loads fit there."""
+    return tl.multiple_of(start // ITEM, 16 // ITEM)
+
+
+@triton.jit
 def _run_bytes(rows, gates, ROW_BYTES: tl.constexpr, MASK_BYTES: tl.constexpr, ROWS_ONLY: tl.constexpr):
     """Bytes of a run: of rows with gates and perhaps masks, or of rows alone."""
     if ROWS_ONLY:
@@ -117,13 +123,13 @@ def pack_kernel(
     row = tl.load(earlier + (span * R + rank) * 2) + tl.cumsum(goes, 0) - goes  # in its run
     other, run_rows, run_gates = _runs(table, R, RP)
     sizes = _run_bytes(run_rows, run_gates, ROW_BYTES, MASK_BYTES, False)
-    start = tl.multiple_of(tl.sum(tl.where(other < rank, sizes, 0), 0), 16)
+    start = tl.sum(tl.where(other < rank, sizes, 0), 0)
 
     d = part * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     inside = (goes != 0)[:, None] & (d < D)
     ITEM: tl.constexpr = ROW_BYTES // D
     copied = tl.load(x + wide[:, None] * D + d, mask=inside)
-    tl.store(rows_out + start // ITEM + row.to(tl.int64)[:, None] * D + d, copied, mask=inside)
+    tl.store(rows_out + _first_number(start, ITEM) + row.to(tl.int64)[:, None] * D + d, copied, mask=inside)
 
     if part == 0:
         first_row = tl.sum(tl.where(other < rank, run_rows, 0), 0)
@@ -159,7 +165,7 @@ def _chunk(table, R: tl.constexpr, RP: tl.constexpr, ROW_BYTES: tl.constexpr, MA
     chunks = (rows + _CHUNK - 1) // _CHUNK
     mine = tl.sum((tl.cumsum(chunks, 0) <= tl.program_id(0)).to(tl.int32), 0)
     sizes = _run_bytes(rows, gates, ROW_BYTES, MASK_BYTES, False)
-    start = tl.multiple_of(tl.sum(tl.where(rank < mine, sizes, 0), 0), 16)
+    start = tl.sum(tl.where(rank < mine, sizes, 0), 0)
     own_rows = tl.sum(tl.where(rank == mine, rows, 0), 0)
     own_gates = tl.sum(tl.where(rank == mine, gates, 0), 0)
     index = tl.program_id(0) - tl.sum(tl.where(rank < mine, chunks, 0), 0)
@@ -197,7 +203,7 @@ def unpack_kernel(
     for first in range(0, _CHUNK, COPY):
         row = (chunk * _CHUNK + first + tl.arange(0, COPY)).to(tl.int64)[:, None]
         inside = (row < run_rows) & (d < D)
-        values = tl.load(rows_in + start // ITEM + row * D + d, mask=inside)
+        values = tl.load(rows_in + _first_number(start, ITEM) + row * D + d, mask=inside)
         tl.store(x + (first_row + row) * D + d, values, mask=inside)
 
     if tl.program_id(1) == 0:
@@ -252,7 +258,7 @@ def pack_gradients_kernel(
         row = (chunk * _CHUNK + first + tl.arange(0, COPY)).to(tl.int64)[:, None]
         inside = (row < run_rows) & (d < D)
         values = tl.load(grad_x + (first_row + row) * D + d, mask=inside)
-        tl.store(rows_out + start // ITEM + row * D + d, values, mask=inside)
+        tl.store(rows_out + _first_number(start, ITEM) + row * D + d, values, mask=inside)
 
     if tl.program_id(1) == 0:
         gates_at = start + _gates_at(run_rows, ROW_BYTES)
@@ -317,15 +323,15 @@ def sum_kernel(
         run_gates = tl.load(table + rank * _COUNTS + 1)
         row = tl.load(row_of + wide * R + rank, mask=valid, other=-1)
         inside = (row >= 0)[:, None] & (d < D)
-        aligned = tl.multiple_of(start, 16) if HAS_GATES else start
-        source = rows_in + aligned // ITEM + (row - first_row)[:, None] * D + d
+        first_number = _first_number(start, ITEM) if HAS_GATES else start // ITEM
+        source = rows_in + first_number + (row - first_row)[:, None] * D + d
         sums += tl.load(source, mask=inside, other=0.0).to(tl.float32)
         if HAS_GATES:
             if part == 0:
                 _, active = _active_gates(gates, token, rank, n, stride, E, EP)
                 gate = tl.load(gate_of + wide * R + rank, mask=valid, other=0)
                 each = gate[:, None] + tl.cumsum(active, 1) - active
-                gates_at = aligned + _gates_at(run_rows, ROW_BYTES)
+                gates_at = start + _gates_at(run_rows, ROW_BYTES)
                 values = tl.load(gates_in + gates_at // 4 + each, mask=active != 0, other=0.0)
                 target = grad_gates + wide[:, None] * (R * E) + rank * E + expert
                 tl.store(target, values, mask=valid[:, None] & (expert < E))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -13,6 +15,7 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import ExpertLayer
 from unifmoe_dist.expert_share import ExpertGroup
 from unifmoe_dist.experts import BlockExperts
+from unifmoe_dist.graphs import LayerGraphs
 from unifmoe_dist.kernels import block_ffn, masks_in_place, route_tokens, shared_and_residual_ffn
 from unifmoe_dist.lending import bare
 from unifmoe_dist.profiling import profile_range
@@ -31,6 +34,7 @@ class UniFMoELayer(ExpertLayer[UniFMoEConfig]):
         expert_group: Ranks over which the residual experts are sharded, contiguously in rank order; None keeps all
             here.
         dispatcher: "auto" (local on one rank, else alltoall), "local", "alltoall" or "tutel" (needs the tutel extra).
+        cuda_graphs: Whether passes over shapes that come again are captured as CUDA graphs.
 
     Attributes:
         router: The augmented router; `router.weight` is (K + 1, model_dim), row 0 the shared column.
@@ -46,13 +50,36 @@ class UniFMoELayer(ExpertLayer[UniFMoEConfig]):
     config_type = UniFMoEConfig
     replicated = ("shared",)
     reentrant_under_ddp = False
+    graphs: LayerGraphs | None = None
+    """CUDA graphs of this layer; None captures none."""
 
-    def __init__(self, config: UniFMoEConfig, expert_group: ExpertGroup = None, dispatcher: str = "auto") -> None:
+    def __init__(
+        self,
+        config: UniFMoEConfig,
+        expert_group: ExpertGroup = None,
+        dispatcher: str = "auto",
+        cuda_graphs: bool = False,
+    ) -> None:
         super().__init__(config, expert_group, dispatcher)
         self.router = Router(config.model_dim, config.num_experts, RouterPolicies.of(config))
         self.shared: BlockExperts = self._make_experts(1)
         self.auxiliary_weight = 0.01
+        self.cuda_graphs = cuda_graphs
         self.reset_parameters()
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether passes over shapes that come again are captured as CUDA graphs; may be set at any time."""
+        return self.graphs is not None
+
+    @cuda_graphs.setter
+    def cuda_graphs(self, wanted: bool) -> None:
+        self.graphs = LayerGraphs() if wanted else None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> UniFMoELayer:
+        if self.graphs is not None:
+            self.graphs.drop()  # weights go elsewhere
+        return super()._apply(fn, recurse)
 
     def reset_parameters(self) -> None:
         """Orthonormal router; all experts start as copies of one dense FFN."""
@@ -60,6 +87,11 @@ class UniFMoELayer(ExpertLayer[UniFMoEConfig]):
         super().reset_parameters()
 
     def _apply_to_tokens(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
+        if self.graphs is not None and not torch.compiler.is_compiling():
+            return self.graphs.run(self, self._compute, x, token_mask)
+        return self._compute(x, token_mask)
+
+    def _compute(self, x: Tensor, token_mask: Tensor | None) -> Tensor:
         return self.shared(x, use=lambda shared, x: self._share_first(x, token_mask, shared))
 
     def _share_first(self, x: Tensor, token_mask: Tensor | None, shared: BlockExperts) -> Tensor:

@@ -340,3 +340,11 @@ def test_every_layer_is_taken_to_start_evenly():
         layers = moe_layers(build.build_model(config, task_of_sizes(config)))
     assert len(layers) == len(config.model.layers)
     assert all(Load.at_start(layer) == Load(4.0, 3.0) for layer in layers.values())  # B / 2 and K / 2
+
+
+def test_graphs_hold_the_gradients_of_their_layers_once_more():
+    config = config_of("--data.batch_size", "8")
+    eager = memory.estimate(config)
+    graphs = memory.estimate(replace(config, parallel=replace(config.parallel, cuda_graphs=True)))
+    layers = moe_layers(sizes_of_algorithm(config, task_of_sizes(config), 1)).values()
+    assert graphs.peak - eager.peak == sum(p.nbytes for layer in layers for p in layer.parameters()) > 0

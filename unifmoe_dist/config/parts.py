@@ -127,6 +127,7 @@ class ParallelConfig:
         precision: Number format of weights and activations.
         gradient_accumulation: Micro-batches per optimiser step.
         gradient_checkpointing: Recompute activations in the backward pass.
+        cuda_graphs: On a GPU, repeat passes of UniF-MoE layers over shapes that come again as CUDA graphs.
         timeout_s: Seconds that a rank waits for others to join the job, and in a collective, before it gives up.
         host_timeout_s: Seconds without an answer after which a host counts as lost, and the job ends.
     """
@@ -138,6 +139,7 @@ class ParallelConfig:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     gradient_accumulation: Count = 1
     gradient_checkpointing: bool = False
+    cuda_graphs: bool = False
     timeout_s: Annotated[int, Field(le=10_000_000)] = 600
     host_timeout_s: Annotated[int, Field(le=30_000)] = 25  # Linux counts up to 32,767
 
@@ -149,6 +151,11 @@ class ParallelConfig:
             raise UserError(
                 f"parallel.precision {self.precision} needs float32 master weights, which parallel.zero_stage 0 "
                 "does not keep; use zero_stage 1 or 2."
+            )
+        if self.cuda_graphs and self.gradient_checkpointing:
+            raise UserError(
+                "parallel.cuda_graphs cannot repeat a pass that parallel.gradient_checkpointing computes again; choose "
+                "one of them."
             )
         if not 5 <= self.host_timeout_s <= self.timeout_s:
             raise UserError(

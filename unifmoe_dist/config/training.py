@@ -78,6 +78,10 @@ class TrainConfig:
                 f"optim.auxiliary_weight {weight} belongs to the other MoE layers; the loss of model.moe {method.name} "
                 "is weighted by optim.lambda_div."
             )
+        if self.parallel.cuda_graphs and not method.shared:
+            raise UserError(
+                f"parallel.cuda_graphs is of model.moe unif, not {method.name}, whose layers run eagerly; leave it out."
+            )
         for option in find_task(self.data.task).ignored:
             group, name = option.split(".")
             options = getattr(self, group)

@@ -6,6 +6,7 @@ from unifmoe_dist.kernels.reference import reference_block_ffn
 from unifmoe_dist.kernels.select import (
     KERNELS,
     block_ffn,
+    chosen_kernels,
     masks_in_place,
     pack_tokens,
     route_tokens,
@@ -17,6 +18,7 @@ __all__ = [
     "KERNELS",
     "HiddenDropout",
     "block_ffn",
+    "chosen_kernels",
     "grouped_block_ffn",
     "masks_in_place",
     "pack_tokens",

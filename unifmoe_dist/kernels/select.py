@@ -63,6 +63,11 @@ def use_kernels(name: str, **options: Any) -> Iterator[None]:
         _choice, _options = before
 
 
+def chosen_kernels() -> tuple[Any, ...]:
+    """What `use_kernels` asks for now, as one value to compare."""
+    return _choice, *sorted(_options.items())
+
+
 def block_ffn(
     x_ND: Tensor, gates_NE: Tensor, blocks_NB: Tensor, weights: ExpertWeights, dropout: HiddenDropout | None = None
 ) -> Tensor:

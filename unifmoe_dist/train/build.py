@@ -85,6 +85,7 @@ def install_layers(config: TrainConfig, model: nn.Module, ranks: Ranks | None = 
         method=method.name,
         expert_group=None if ranks is None else ranks.expert_group,
         dispatcher="auto" if ranks is None else config.model.dispatcher,
+        cuda_graphs=config.parallel.cuda_graphs,
         **method.taken(vars(layer_options(config))),
     )
     weight = config.optim.lambda_div if method.shared else config.optim.auxiliary_weight

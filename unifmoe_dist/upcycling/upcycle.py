@@ -31,6 +31,7 @@ def upcycle(
     expert_group: ExpertGroup = None,
     dispatcher: str = "auto",
     router_seed: int | None = None,
+    cuda_graphs: bool = False,
     **options: Any,
 ) -> Model:
     """Replace the FFNs of some transformer layers by MoE layers, in place.
@@ -59,6 +60,8 @@ def upcycle(
             gradients become means over the data-parallel ranks all the same.
         dispatcher: How tokens reach experts on other ranks: auto, local, alltoall or tutel.
         router_seed: Seed of the new routers; None draws from torch's global generator.
+        cuda_graphs: On a GPU, repeat passes of UniF-MoE layers over shapes that come again as CUDA graphs; it is no
+            part of what is saved, and `layer.cuda_graphs` changes it.
         options: The method's own, by their names in `ModelConfig`, and `hidden_dropout`. UniF-MoE has
             `capacity_factor`, `shared_demand`, `fixed_experts` and `block_choice`, as in `UniFMoEConfig`.
 
@@ -70,9 +73,14 @@ def upcycle(
             index that is out of range, given twice or already upcycled; an unknown method; a hidden width that
             num_blocks does not divide; an option that the method does not have, or out of range.
     """
+    if cuda_graphs and method != UNIF.name:
+        raise UserError(f"cuda_graphs is of method {UNIF.name}, not {method}, whose layers run eagerly; leave it out.")
     options.update(num_experts=num_experts, num_blocks=num_blocks)
-    group = as_group(expert_group)
+    group, before = as_group(expert_group), set(moe_layers(model).values())
     converted = convert(model, layers, layer_maker(method, group, dispatcher, **options), router_seed, ffns)
+    for layer in set(moe_layers(model).values()) - before:
+        if isinstance(layer, UniFMoELayer):
+            layer.cuda_graphs = cuda_graphs
     leave_experts_alone(model)
     named = {} if ffns is None else {"ffns": {place: list(names) for place, names in ffns.items()}}
     if note(model, {"layers": converted, **named, **noted(method, options)}, group):

@@ -92,6 +92,9 @@ def estimate(config: TrainConfig, ranks: int = 1, gpu: bool = True, load: Load |
         device.add("weights", sum(t.nbytes for t in tensors if t not in trained))
         for tensor in tensors:
             live.ignore(tensor)
+        if parallel.cuda_graphs and gpu and size == 1:  # what a graph of the backward pass writes
+            layers = moe_layers(algorithm).values()
+            device.add("buffers", sum(p.nbytes for layer in layers for p in layer.parameters() if p in trained))
         micro_batches = min(2, parallel.gradient_accumulation)  # further ones repeat the second
         with standing_in(algorithm, load, gpu, size):
             for number in range(micro_batches):

@@ -16,7 +16,7 @@ import functools
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -111,14 +111,17 @@ class LayerGraphs:
         """`function(x, mask)`, which is a pass of the layer, by a graph where there is one for it."""
         if not device.takes(x):
             return function(x, mask)
-        if reason := self.failure or _obstacle(layer):
+        parts = list(layer.modules())
+        parameters = [*{id(p): p for part in parts for p in part._parameters.values() if p is not None}.values()]
+        if reason := self.failure or _obstacle(layer, parameters):
             _say_once(f"cuda_graphs changes nothing in a layer of width {x.shape[1]}: {reason}.")
             return function(x, mask)
-        if not x.shape[0] or _watched(layer) or (layer.training and not torch.is_grad_enabled()):
+        with_gradients = torch.is_grad_enabled()
+        if not x.shape[0] or _watched(parts) or (layer.training and not with_gradients):
             return function(x, mask)
-        self._check_weights(layer)
-        trained = {name: p for name, p in layer.named_parameters() if p.requires_grad and torch.is_grad_enabled()}
-        differentiated = torch.is_grad_enabled() and (x.requires_grad or bool(trained))
+        self._check_weights([*parameters, *(b for part in parts for b in part._buffers.values() if b is not None)])
+        trained = [p for p in parameters if p.requires_grad] if with_gradients else []
+        differentiated = with_gradients and (x.requires_grad or bool(trained))
         key = _key(layer, x, mask, differentiated)
         made = self._made.get(key)
         if made is None:
@@ -126,11 +129,10 @@ class LayerGraphs:
             made = self._capture(key, layer.usage, whole, x, mask, trained if differentiated else None)
         if made is None or made.awaited():
             return function(x, mask)
-        return made(x, mask, trained.values())
+        return made(x, mask, trained)
 
-    def _check_weights(self, layer: nn.Module) -> None:
+    def _check_weights(self, tensors: Iterable[Tensor]) -> None:
         """Drop graphs that read weights where they are no longer, or leave out gradients."""
-        tensors = [*layer.parameters(), *layer.buffers()]
         weights = tuple((t.data_ptr(), t.dtype, t.requires_grad) for t in tensors)
         if weights != self._weights:
             self.drop()
@@ -143,7 +145,7 @@ class LayerGraphs:
         whole: _Whole,
         x: Tensor,
         mask: Tensor | None,
-        trained: Mapping[str, Tensor] | None,
+        trained: Sequence[Tensor] | None,
     ) -> _Captured | None:
         """Graphs of a pass that has come often enough, if there is room for one more."""
         if len(self._seen) > _SHAPES_COUNTED:
@@ -188,13 +190,14 @@ class _Captured:
     """
 
     def __init__(
-        self, place: Hashable, whole: _Whole, x: Tensor, mask: Tensor | None, trained: Mapping[str, Tensor] | None
+        self, place: Hashable, whole: _Whole, x: Tensor, mask: Tensor | None, trained: Sequence[Tensor] | None
     ) -> None:
         self.x = x.detach().clone(memory_format=torch.contiguous_format)
         self.x.requires_grad_(trained is not None and x.requires_grad)
         self.mask = None if mask is None else mask.clone()
         self.differentiated = trained is not None
-        weights = {f"layer.{name}": p.detach().requires_grad_() for name, p in (trained or {}).items()}
+        names = {id(parameter): name for name, parameter in whole.named_parameters()}
+        weights = {names[id(p)]: p.detach().requires_grad_() for p in trained or ()}
         self._last: Callable[[], _Once | None] = lambda: None
         graph: list[Tensor] = []  # the output that autograd knows, and with it all that the backward pass reads
 
@@ -284,7 +287,7 @@ def _key(layer: nn.Module, x: Tensor, mask: Tensor | None, differentiated: bool)
     return device.place(x), shape, differentiated, layer.training, autocast, chosen_kernels(), settings
 
 
-def _obstacle(layer: Any) -> str | None:
+def _obstacle(layer: Any, parameters: Iterable[Tensor]) -> str | None:
     """Why no pass of a layer can be captured; None if it may be."""
     if not layer.dispatcher.local:
         return "its experts are spread over ranks, and their exchange waits for the device"
@@ -293,12 +296,12 @@ def _obstacle(layer: Any) -> str | None:
             return "it has adapters, which decide in Python what they add; merge them first"
         if getattr(part, "_is_fsdp_managed_module", False) or hasattr(part, "_hf_hook"):
             return "its weights are sharded or offloaded between passes"
-    if any(hasattr(p, "ds_status") for p in layer.parameters()):
+    if any(hasattr(p, "ds_status") for p in parameters):
         return "its weights are sharded between passes"
     return None
 
 
-def _watched(layer: nn.Module) -> bool:
+def _watched(parts: Sequence[nn.Module]) -> bool:
     """Whether someone looks at or repeats this pass, for whom a graph has no Python to run."""
     return (
         torch.compiler.is_compiling()
@@ -308,7 +311,7 @@ def _watched(layer: nn.Module) -> bool:
         or recomputing()
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # such as those of checkpointing
         or torch_module._has_any_global_hook()
-        or any(_has_hooks(part) for part in layer.modules() if part is not layer)
+        or any(map(_has_hooks, parts[1:]))  # those of the layer itself are around this
     )
 
 

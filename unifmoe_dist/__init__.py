@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         register_adapter,
         upcycle,
     )
+    from unifmoe_dist.warming import warm_up
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "param_groups",
     "register_adapter",
     "upcycle",
+    "warm_up",
 ]
 
 _HOMES = {
@@ -49,6 +51,7 @@ _HOMES = {
     "param_groups": "optimizers",
     "register_adapter": "upcycling",
     "upcycle": "upcycling",
+    "warm_up": "warming",
 }
 _MODULES = (
     "config",

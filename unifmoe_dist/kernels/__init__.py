@@ -11,6 +11,7 @@ from unifmoe_dist.kernels.select import (
     pack_tokens,
     route_tokens,
     shared_and_residual_ffn,
+    takes_triton,
     use_kernels,
 )
 
@@ -25,5 +26,6 @@ __all__ = [
     "reference_block_ffn",
     "route_tokens",
     "shared_and_residual_ffn",
+    "takes_triton",
     "use_kernels",
 ]

@@ -209,6 +209,11 @@ def masks_in_place(x_ND: Tensor, router: Router, num_blocks: int) -> bool:
     return torch.compiler.is_compiling() or _triton_routes(x_ND, router, num_blocks)
 
 
+def takes_triton(device: torch.device) -> bool:
+    """Whether Triton's kernels are to run on a device, for shapes that they take and have proven."""
+    return _wants_triton(torch.empty(0, device=device))
+
+
 def _wants_triton(x: Tensor) -> bool:
     if in_transform():
         return False

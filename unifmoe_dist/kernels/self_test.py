@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -77,7 +77,10 @@ class _Exchange:
         return f"the exchange of {self.dtype} tokens of width {self.dim} between {self.ranks} ranks"
 
 
-_verdicts: dict[_FFN | _Routing | _Exchange, bool] = {}
+Case = _FFN | _Routing | _Exchange
+_verdicts: dict[Case, bool] = {}
+_reasons: dict[Case, str] = {}  # of those that failed
+_said = True
 
 
 def ffn_works(x: Tensor, weights: ExpertWeights, dropout: bool = False, shared: bool = False) -> bool:
@@ -109,6 +112,31 @@ def exchange_works(x: Tensor, experts: int, num_blocks: int, ranks: int) -> bool
     """
     case = _Exchange(x.device, x.dtype, x.shape[1], experts, num_blocks, min(ranks, 16))
     return _proven(case, 1e-2, _compare_exchange)  # of sums, which are rounded once
+
+
+def failures() -> list[tuple[Case, str]]:
+    """Every case that has failed, as any rank knows it: on no device in particular; and why."""
+    failed = [case for case, passed in _verdicts.items() if not passed]
+    return [(replace(case, device=torch.device(case.device.type)), _reasons.get(case, "it failed")) for case in failed]
+
+
+def refuse(case: Case, reason: str, devices: Iterable[torch.device]) -> None:
+    """Take plain torch for a case of `failures`, whatever its trial here has said or would say."""
+    for device in devices:
+        if device.type == case.device.type:
+            here = replace(case, device=device)
+            _verdicts[here], _reasons[here] = False, reason
+
+
+@contextlib.contextmanager
+def unsaid() -> Iterator[None]:
+    """Failures inside are for the caller to say."""
+    global _said
+    before, _said = _said, False
+    try:
+        yield
+    finally:
+        _said = before
 
 
 def _compare_ffn(case: _FFN) -> list[tuple[Tensor, Tensor]]:
@@ -224,8 +252,9 @@ def _proven(case: Any, tolerance: float, compare: Callable[[Any], list[tuple[Ten
     except torch.OutOfMemoryError:
         return False  # says nothing of the kernels
     except Exception as error:  # whatever a compiler, driver or kernel raises: the answer is not to use it
-        warnings.warn(f"Triton is not used for {case}: {type(error).__name__}: {error}", stacklevel=2)
-        _verdicts[case] = False
+        _verdicts[case], _reasons[case] = False, f"{type(error).__name__}: {error}"
+        if _said:
+            warnings.warn(f"Triton is not used for {case}: {_reasons[case]}", stacklevel=2)
     return _verdicts[case]
 
 

@@ -109,6 +109,10 @@ class TrainBatches:
             self._position += 1
             yield batch
 
+    def sample(self, step: int) -> Batch:
+        """This rank's first micro-batch at `step`, read here, whatever is read ahead."""
+        return self._read(next(self._items(step)))
+
     def close(self) -> None:
         """End the processes that read ahead; a later step starts new ones."""
         if self._stream is not None:

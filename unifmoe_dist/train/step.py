@@ -19,12 +19,14 @@ from unifmoe_dist.algorithms import Algorithm
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.task import Batch
 from unifmoe_dist.expert_layer import AppliedStep
+from unifmoe_dist.kernels import takes_triton
 from unifmoe_dist.profiling import profile_range
 from unifmoe_dist.runtime.ranks import Ranks
 from unifmoe_dist.train import build, deepspeed
 from unifmoe_dist.train.health import StepCheck, Verdict, unnoticed
 from unifmoe_dist.train.nested import to_device
 from unifmoe_dist.upcycling import moe_layers
+from unifmoe_dist.warming import tokens_reaching, warm_up
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,12 @@ class TrainingStep:
     def inputs(self, batch: Batch) -> dict[str, Tensor]:
         """What the model takes of a batch."""
         return to_device(batch[0], self.ranks.device, self.dtype)
+
+    def warm_up(self, sample: Callable[[], Batch]) -> None:
+        """Make the kernels ready for micro-batches like `sample()`, where there are any to make; collective."""
+        if takes_triton(self.ranks.device):
+            model, inputs = self.algorithm.model, self.inputs(sample())
+            warm_up(self.algorithm, *tokens_reaching(model, lambda: model(**inputs)))
 
     def after_step(self, batch: Batch, number: int) -> None:
         """Let the layers change what their methods change between steps, of which `number` are done."""

@@ -94,6 +94,8 @@ class Trainer:
         seed_everything(config.seed + 1 + ranks.rank)  # dropout differs between ranks
         if resuming:
             self._resume()
+        heartbeat.doing("making kernels ready")
+        self._one_step.warm_up(lambda: batches.sample(self.step))
         if ranks.rank == 0:  # last: options with which a run cannot go on must not replace those it was made with
             if resuming:
                 keep_options(folder, given)

@@ -86,7 +86,7 @@ def on_host(counts: Tensor) -> Any:
     """The numbers of a small tensor, as `tolist` gives them; the host waits for this copy alone."""
     if counts.device.type != "cuda":
         return counts.tolist()
-    pinned = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+    pinned = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
     pinned.copy_(counts, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record(torch.cuda.current_stream(counts.device))

@@ -219,9 +219,11 @@ class TorchPacking(Packing):
         return grad.index_select(0, self.token)
 
     def _places(self, mask: Tensor, count: int) -> Tensor:
-        """(count,) int64, where the flattened mask is true. On the CPU `nonzero` is faster; on devices it waits."""
+        """(count,) int64, where the flattened mask is true. `nonzero` is faster, but on CUDA the host waits for it."""
         flat = mask.reshape(-1)
-        return (flat.nonzero() if flat.device.type == "cpu" else torch.nonzero_static(flat, size=count)).view(count)
+        if not count:  # on CUDA torch 2.9 fails where the mask is empty
+            return flat.new_empty(0, dtype=torch.int64)
+        return (torch.nonzero_static(flat, size=count) if flat.is_cuda else flat.nonzero()).view(count)
 
     def _starts(self, active: Tensor) -> Tensor:
         """int32, in the run of its rank, the gates before every CHUNK-th of (rows_out, E) rows."""

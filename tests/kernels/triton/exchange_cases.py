@@ -88,6 +88,12 @@ def test_both_packings_are_the_definition(counts, experts, blocks, dim, dtype):
     check(counts, experts, blocks, dim, dtype)
 
 
+def test_more_spans_than_are_summed_at_once(monkeypatch):
+    monkeypatch.setattr(triton_exchange, "_TILE", 16)
+    monkeypatch.setattr(triton_exchange, "_SPANS", 4)
+    check([90, 3], 4, 3, 5, torch.float32, kept=0.3)
+
+
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     st.lists(st.integers(0, 70), min_size=1, max_size=4),

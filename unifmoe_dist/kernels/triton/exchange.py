@@ -28,6 +28,7 @@ from unifmoe_dist.kernels.triton.exchange_kernels import (
 from unifmoe_dist.kernels.triton.math import DTYPES, power_of_two
 
 _TILE = 4096  # numbers of a tile of gates or masks
+_SPANS = 256  # summed at once
 _WIDEST = 1024
 
 
@@ -57,7 +58,7 @@ class TritonPacking(Packing):
                     self.gates, counts[0], *self._extent(), R=self.size, **self._experts(), SPAN=self.span, num_warps=4
                 )
             scan_kernel[(self.size,)](
-                counts[0], self.earlier, self.table[0], spans, *needs, R=self.size, STEP=256, num_warps=4
+                counts[0], self.earlier, self.table[0], spans, *needs, R=self.size, STEP=_SPANS, num_warps=4
             )
 
     def _pack(self, x: Tensor, gates: Tensor, blocks: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import copy
 import io
 import warnings
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -34,7 +35,7 @@ class Again:
 
     def __init__(self):
         self.captured = self.replayed = 0
-        self.fails = False
+        self.fails = self.waiting = False
 
     def takes(self, x):
         return not x.is_meta
@@ -46,6 +47,10 @@ class Again:
     def aside(self, x):
         with torch.random.fork_rng(devices=[]):
             yield
+
+    def waits(self, run):
+        run()
+        return self.waiting
 
     def capture(self, place, run):
         if self.fails:
@@ -286,11 +291,12 @@ def test_shapes_that_come_once_take_no_place(again):
     assert not again.captured and len(layer.graphs._seen) <= 257
 
 
-def test_what_cannot_be_captured_runs_eagerly_and_is_said_once(again):
-    again.fails = True
-    with pytest.warns(UserWarning, match=r"cannot be captured \(operation not permitted when stream is capturing\)\."):
+@pytest.mark.parametrize("how,reason", [("fails", "operation not permitted"), ("waiting", "wait for the device")])
+def test_what_cannot_be_captured_runs_eagerly_and_is_said_once(how, reason, again):
+    setattr(again, how, True)
+    with pytest.warns(UserWarning, match=f"changes nothing in a layer of width 32: .*{reason}") as said:
         got = trained(True, hidden_dropout=0.2)
-    assert not again.replayed
+    assert not again.replayed and len([w for w in said if "cuda_graphs" in str(w.message)]) == 1
     assert_same(got, trained(False, hidden_dropout=0.2))
 
 
@@ -455,6 +461,89 @@ def test_a_run_in_graphs_is_that_without(tmp_path):
     assert all(torch.equal(got[1][name], weight) for name, weight in weights.items())
 
 
+# -- torch's calls ----------------------------------------------------------------------------------------------------
+
+
+class Stream:
+    cuda_stream = 7
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What `Cuda` asks of torch.cuda, in order."""
+    log: list[str] = []
+    main, side = Stream("main", log), Stream("side", log)
+    now = [main]
+
+    @contextmanager
+    def within(stream):
+        before, now[0] = now[0], stream
+        yield
+        now[0] = before  # not where something failed, as in torch
+
+    @contextmanager
+    def graph(captured, pool, stream, capture_error_mode):
+        assert stream is side is now[0] and capture_error_mode == "thread_local"
+        log.append(f"capture into {pool}")
+        yield
+        log.append("captured")
+
+    replay = SimpleNamespace(replay=lambda: log.append("replay"))
+    fakes = dict(
+        Stream=lambda: side,
+        current_stream=lambda device=None: now[0],
+        set_stream=lambda stream: now.__setitem__(0, stream),
+        stream=within,
+        device=nullcontext,
+        graph=graph,
+        CUDAGraph=lambda: replay,
+        graph_pool_handle=iter(range(9)).__next__,
+        get_sync_debug_mode=lambda: 0,
+        set_sync_debug_mode=lambda mode: log.append(f"mode {mode}"),
+    )
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: nullcontext())
+    return log
+
+
+def test_captures_share_the_pool_of_their_place(calls):
+    device, x = graphs.Cuda(), torch.ones(2)
+    for place in ("here", "here", "there"):
+        with device.aside(x):
+            replay, made = device.capture(place, lambda: [x])
+        replay()
+        assert made == [x]
+    around = ["side waits for main", "captured", "main waits for side", "replay"]
+    pools = [entry for entry in calls if entry not in around]
+    assert pools[0] == pools[1] == "capture into 0" != pools[2]
+    assert [entry for entry in calls if entry in around] == around * 3
+
+
+def test_a_capture_that_fails_gives_the_stream_back(calls):
+    device, x = graphs.Cuda(), torch.ones(2)
+
+    def fail():
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"), device.aside(x):
+        device.capture("here", fail)
+    assert calls[-1] == "main waits for side"
+
+
+def test_waits_of_the_host_are_noticed(calls):
+    device = graphs.Cuda()
+    assert not device.waits(lambda: None)
+    assert device.waits(lambda: warnings.warn("called a synchronizing CUDA operation", stacklevel=1))
+    assert calls == ["mode warn", "mode 0"] * 2
+
+
 # -- on a device ------------------------------------------------------------------------------------------------------
 
 
@@ -512,7 +601,7 @@ def test_two_layers_share_no_memory_that_they_need():
 def test_a_failed_capture_leaves_the_device_as_it_was():
     layer = UniFMoELayer(UniFMoEConfig(64, 256, num_experts=4, num_blocks=4), cuda_graphs=True).cuda()
     x, stream = torch.randn(50, 64, device="cuda"), torch.cuda.current_stream()
-    with use_kernels("grouped"), pytest.warns(UserWarning, match="cannot be captured"):
+    with use_kernels("grouped"), pytest.warns(UserWarning, match="wait for the device"):
         for _ in range(4):
             layer(x).sum().backward()
     assert torch.cuda.current_stream() == stream and not torch.cuda.is_current_stream_capturing()

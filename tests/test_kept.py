@@ -386,3 +386,26 @@ def train_spread(rank, world, keeps):
 def test_spread_experts_train_as_with_casts_in_every_call():
     for got, want in zip(run_ranks(2, train_spread, True), run_ranks(2, train_spread, False), strict=True):
         assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+@pytest.mark.gpu
+def test_keeping_waits_for_no_device():
+    """Steps of two micro-batches on a device cast once, as on the CPU, and the host looks at no weight."""
+    torch.manual_seed(0)
+    layer = UniFMoELayer(UniFMoEConfig(64, 128, num_experts=3, num_blocks=4)).cuda()
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+    mode = torch.cuda.get_sync_debug_mode()
+    try:
+        for step in range(3):
+            counted = Casts()
+            with counted if step == 2 else nullcontext():
+                for _ in range(2):
+                    with torch.autocast("cuda", HALF):
+                        y = layer(torch.randn(100, 64, device="cuda"))
+                    y.float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.cuda.set_sync_debug_mode("error")  # once kernels are compiled, tuned and proven
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    assert counted.counts[(3, 128, 64)] == counted.counts[(1, 128, 64)] == 2

@@ -68,6 +68,21 @@ class Cuda:
             finally:
                 current.wait_stream(stream)
 
+    def waits(self, run: Callable[[], Any]) -> bool:
+        """Run it, inside `aside`; whether that made the host wait for the device, which no graph can repeat.
+
+        Better known before a capture: one that fails may leave the device's generator in it.
+        """
+        mode = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                run()
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+        return any("called a synchronizing" in str(warning.message) for warning in said)
+
     def capture(self, place: Hashable, run: Callable[[], Sequence[Any]]) -> tuple[Callable[[], None], Sequence[Any]]:
         """What repeats `run`, inside `aside`, and its tensors, which a repetition writes again.
 
@@ -163,9 +178,12 @@ class LayerGraphs:
         try:
             with device.aside(x), torch.inference_mode(False), _no_cached_casts(x):
                 self._made[key] = _Captured(place, whole, x, mask, trained)
-        except Exception as error:  # whatever waits for the device raises something of its own
+        except Exception as error:
+            cause: BaseException = error
+            while cause.__context__ is not None:  # the end of a capture adds an error of its own
+                cause = cause.__context__
             self._made.pop(key, None)
-            self.failure = f"its kernels here cannot be captured ({str(error).strip().splitlines()[0].rstrip('.')})"
+            self.failure = str(cause).strip().splitlines()[0].rstrip(".")
             _say_once(f"cuda_graphs changes nothing in a layer of width {x.shape[1]}: {self.failure}.")
         usage.restore(counted)
         return self._made.get(key)
@@ -211,10 +229,14 @@ class _Captured:
         def backward() -> Sequence[Tensor | None]:
             return torch.autograd.grad(graph, wanted, [self.grad_y], retain_graph=True, allow_unused=True)
 
-        (y,) = forward()  # what libraries make at their first call on a stream
-        self.grad_y = torch.zeros_like(y)
-        if self.differentiated:
-            backward()
+        def both() -> None:
+            (y,) = forward()
+            self.grad_y = torch.zeros_like(y)
+            if self.differentiated:
+                backward()
+
+        if device.waits(both):  # on this stream for the first time, too, where libraries may make something
+            raise RuntimeError("its kernels here, such as those of plain PyTorch, wait for the device")
         graph.clear()
         self._forward, (self.y,) = device.capture(place, forward)
         if self.differentiated:

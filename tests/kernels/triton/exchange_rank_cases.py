@@ -56,15 +56,15 @@ def test_half_precision():
     assert all(run_ranks(2, packed_by_triton, [0, 1], test_expert_parallel.half_precision, "alltoall"))
 
 
-def fused_layer(rank, world, gated):
+def fused_layer(rank, world, config):
     """Everything in Triton: one step against a whole layer, and where the host waits in another with masked tokens."""
-    config = UniFMoEConfig(16, 64, 4, 4, gated=gated, hidden_dropout=0.0)
-    whole = whole_layer(config)
+    whole, width = whole_layer(config), config.model_dim
+    parts = [torch.randn(n, width, generator=torch.Generator().manual_seed(n)) for n in (5, 3)]
     # On a device no weights are compared to see whether they have changed.
     with use_kernels("triton"), patch.object(kept, "_sample", lambda weight: None):
         layer = sharded_layer(whole, dist.group.WORLD, "alltoall")
-        assert_equals_whole(layer, whole, [torch.randn(n, 16) for n in (5, 3)], rank, dist.group.WORLD, **CLOSE)
-        x, mask = torch.randn(2, 3, 16, requires_grad=True), torch.tensor([[1, 0, 1], [0, 0, 0]]) * (1 - rank)
+        assert_equals_whole(layer, whole, parts, rank, dist.group.WORLD, **CLOSE)
+        x, mask = torch.randn(2, 3, width, requires_grad=True), torch.tensor([[1, 0, 1], [0, 0, 0]]) * (1 - rank)
         with host_waits() as forward:
             y = layer(x, mask)
         with host_waits() as backward:
@@ -76,8 +76,9 @@ def fused_layer(rank, world, gated):
     return forward, backward
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_one_wait_in_a_forward_pass_and_none_in_a_backward_pass(gated):
-    """Where all tokens of a rank are masked too."""
-    for forward, backward in run_ranks(2, fused_layer, gated):
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("config", [UniFMoEConfig(16, 64, 4, 4), UniFMoEConfig(20, 63, 2, 9, gated=True)], ids=str)
+def test_one_wait_in_a_forward_pass_and_none_in_a_backward_pass(config):
+    """Where all tokens of a rank are masked too, a rank has one expert, and nothing is a multiple of 8."""
+    for forward, backward in run_ranks(2, fused_layer, config):
         assert forward == ["tolist"] and backward == []

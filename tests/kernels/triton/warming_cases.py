@@ -8,6 +8,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from tests.support.ranks import run_ranks
 from tests.support.sharded import sharded_layer, whole_layer
@@ -17,7 +19,7 @@ from tests.support.triton import (
     random,
     without_tuning,  # noqa: F401
 )
-from unifmoe_dist import UniFMoEConfig, warm_up
+from unifmoe_dist import UniFMoEConfig, UniFMoELayer, warm_up
 from unifmoe_dist.kernels import select, self_test
 from unifmoe_dist.kernels.triton import ffn as triton_ffn
 from unifmoe_dist.methods.topk import TopKConfig, TopKLayer
@@ -112,3 +114,18 @@ def test_a_rank_that_runs_out_of_memory_leaves_no_other_waiting():
     (_, _, error, _), (_, _, own, _) = run_ranks(2, one_rank_fails, "memory")
     assert own == "OutOfMemoryError: no memory left"
     assert error == "RuntimeError: warm_up failed on rank 1: OutOfMemoryError: no memory left"
+
+
+def sharded_by_fsdp(rank, world):
+    """Cases that a warm-up has tried, before and after a step."""
+    layer = UniFMoELayer(UniFMoEConfig(16, 32, 4, 2), expert_group=dist.group.WORLD)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (world,)))
+    with patch.object(select, "_wants_triton", lambda x: True), patch.object(self_test, "_verdicts", {}):
+        warm_up(layer, 6)
+        tried = dict(self_test._verdicts)
+        layer(torch.randn(6, 16)).sum().backward()
+        return len(tried), self_test._verdicts == tried, all(tried.values())
+
+
+def test_weights_that_come_and_go_are_stood_for():
+    assert run_ranks(2, sharded_by_fsdp) == [(3, True, True)] * 2  # routing, exchange, experts

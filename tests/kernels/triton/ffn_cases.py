@@ -212,13 +212,24 @@ def test_ffn_with_frozen_experts(gated):
 
 
 def test_ffn_autocast():
-    experts, x = bank(2, 32, 64, 2), random(8, 32).requires_grad_()
-    gates, blocks = random_gates(8, 2), torch.rand(8, 2, device=DEVICE) > 0.5
+    experts, x = bank(2, 32, 64, 2), random(40, 32).requires_grad_()
+    gates, blocks = random_gates(40, 2), torch.rand(40, 2, device=DEVICE) > 0.5
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         y = triton_block_ffn(x, gates, blocks, experts.weights())
-    y.sum().backward()
+    y.backward(random(40, 32))
     assert y.dtype == x.grad.dtype == experts.keys.grad.dtype == torch.float32
     assert 1e-5 < error(y, reference_block_ffn(x, gates, blocks, experts.weights())) < 3e-2
+    # Gradients of matrices are sums in float32, which nothing has rounded to the type of the products.
+    for weight in (experts.keys, experts.values):
+        assert (weight.grad != weight.grad.bfloat16().float()).float().mean() > 0.5
+
+
+def test_ffn_autocast_of_banks_in_two_types():
+    shared, experts, x = bank(1, 32, 64, 2), bank(2, 32, 64, 2, dtype=torch.bfloat16), random(8, 32)
+    gates, blocks = random_gates(8, 3), torch.rand(8, 2, device=DEVICE) > 0.5
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        triton_block_ffn(x, gates, blocks, experts.weights(), shared.weights()).sum().backward()
+    assert shared.keys.grad.dtype == torch.float32 and experts.keys.grad.dtype == torch.bfloat16
 
 
 def test_ffn_saves_little_for_the_backward_pass():

@@ -17,7 +17,8 @@ Work and memory, per row (one block of one token), M channels in a block, comput
 
 Launches of a whole layer on one rank, whatever K: 8 forward, of which the first four route and plan and one adds to
 the running statistics, and 12 backward with biases. Half precision casts two small tensors more in the backward pass,
-and autocast casts the weights once a step (`kept`). `test_launches` counts them.
+and autocast casts the weights once a step (`kept`), to which gradients come in their own type. `test_launches` counts
+them.
 
 Weight gradients belong to one program per tile of a group, which walks the group's rows in order and adds in float32.
 
@@ -101,9 +102,12 @@ def triton_block_ffn(
     # Triton launches on the current device, which need not be x's; autograd sees to it in backward passes.
     with torch.autocast(device_type, enabled=False), torch.cuda.device_of(x_ND):
         tensors: list[Tensor | None] = []
+        used: list[Tensor | None] = []
         for bank in (shared, weights):
-            given = {} if bank is None else bank.in_type(dtype)
-            tensors += [None if t is None else t.contiguous() for t in map(given.get, _TENSORS)]
+            tensors += map(({} if bank is None else bank.tensors()).get, _TENSORS)
+            with torch.no_grad():  # gradients go to the tensors themselves, in their own type
+                given = {} if bank is None else bank.in_type(dtype)
+                used += [None if t is None else t.contiguous() for t in map(given.get, _TENSORS)]
         output = _TritonBlockFFN.apply(
             x_ND.to(dtype).contiguous(),
             gates_NE.float().contiguous(),
@@ -113,6 +117,7 @@ def triton_block_ffn(
             options or TritonOptions(),
             offsets,
             dropout,
+            used,
             *tensors,
         )
         return output.to(x_ND.dtype)
@@ -159,16 +164,19 @@ class _TritonBlockFFN(torch.autograd.Function):
         options: TritonOptions,
         offsets: GroupOffsets | None,
         dropout: HiddenDropout | None,
+        used: Sequence[Tensor | None],
         *tensors: Tensor | None,
     ) -> Tensor:
+        kinds = {t.dtype for t in tensors if t is not None}
+        ctx.grad_dtype = kinds.pop() if len(kinds) == 1 else x.dtype  # one kernel writes those of all
         ctx.num_blocks, ctx.activation, ctx.options, ctx.dropout = num_blocks, activation, options, dropout
         if not x.shape[0]:
-            ctx.save_for_backward(x, gates, blocks, None, None, *tensors)
+            ctx.save_for_backward(x, gates, blocks, None, None, *used)
             return torch.zeros_like(x)
-        banks = Banks(tensors)
+        banks = Banks(used)
         shape = LaunchShape(x, gates, banks.keys, num_blocks, options, banks.gated, banks.has_shared)
         offsets = offsets or count_groups(gates, blocks, banks.has_shared)
-        ctx.save_for_backward(x, gates, blocks, offsets.earlier, offsets.totals, *tensors)
+        ctx.save_for_backward(x, gates, blocks, offsets.earlier, offsets.totals, *used)
         space = Workspace(x, shape, shape.row_bytes)
         plan = make_plan(gates, blocks, offsets, shape.tile_rows, banks.has_shared, shape.parts, space.counters)
         given = dict(x=x, gates=gates, **banks.arguments())
@@ -181,11 +189,11 @@ class _TritonBlockFFN(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        x, gates, blocks, earlier, totals, *tensors = ctx.saved_tensors
+        x, gates, blocks, earlier, totals, *used = ctx.saved_tensors
         if not x.shape[0]:
-            zeros = (None if t is None else torch.zeros_like(t) for t in tensors)
-            return (torch.zeros_like(x), torch.zeros_like(gates), *[None] * 6, *zeros)
-        options, banks = ctx.options, Banks(tensors)
+            zeros = (None if t is None else torch.zeros_like(t) for t in used)
+            return (torch.zeros_like(x), torch.zeros_like(gates), *[None] * 7, *zeros)
+        options, banks = ctx.options, Banks(used)
         grad_y = grad_y.to(x.dtype).contiguous()
         shape = LaunchShape(x, gates, banks.keys, ctx.num_blocks, options, banks.gated, banks.has_shared)
         shape.tile_rows = options.backward_tile_rows or tile_sizes.backward_tile_rows(shape.tile_rows, x.element_size())
@@ -194,8 +202,9 @@ class _TritonBlockFFN(torch.autograd.Function):
         plan = make_plan(
             gates, blocks, GroupOffsets(earlier, totals), shape.tile_rows, banks.has_shared, shape.parts, space.counters
         )
-        wanted = ctx.needs_input_grad[-len(tensors) :]
-        grads, wants = Banks([torch.empty_like(t) if t is not None else None for t in tensors]), Banks(wanted)
+        wanted = ctx.needs_input_grad[-len(used) :]
+        empty = [None if t is None else torch.empty_like(t, dtype=ctx.grad_dtype) for t in used]
+        grads, wants = Banks(empty), Banks(wanted)
         sums = WeightGradients(x, grad_y, space, banks, grads, wants)
         grad_gate = torch.empty((shape.n, shape.experts * shape.blocks), dtype=torch.float32, device=x.device)
         given = dict(x=x, gates=gates, grad_y=grad_y, grad_gate=grad_gate, **banks.arguments(), **sums.kept)
@@ -212,7 +221,7 @@ class _TritonBlockFFN(torch.autograd.Function):
             grads.pairs["value_bias"] = (biases[:split] if banks.has_shared else None), biases[split:]
         made = [pair[bank] for bank in (0, 1) for pair in grads.pairs.values()]
         kept_grads = (grad if want else None for grad, want in zip(made, wanted, strict=True))
-        return (space.output, grad_gates, *[None] * 6, *kept_grads)
+        return (space.output, grad_gates, *[None] * 7, *kept_grads)
 
 
 def _launch_tiles(space: Workspace, plan: Plan, given: dict[str, Any], choices: dict[str, Any]) -> None:

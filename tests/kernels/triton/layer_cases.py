@@ -66,6 +66,33 @@ def test_layer(sizes):
     check_layer(layer, random(3, 5, layer.config.model_dim))
 
 
+@pytest.mark.parametrize(
+    "tokens,gated,sizes",
+    [
+        *(
+            (tokens, gated, dict(dim=16, experts=2, blocks=2))
+            for tokens in (1, 127, 128, 129)
+            for gated in (False, True)
+        ),
+        (2, False, dict(dim=256, hidden=32, experts=255, blocks=2)),
+        (2, True, dict(hidden=256, experts=2, blocks=256)),
+    ],
+)
+def test_layer_of_unusual_sizes(tokens, gated, sizes):
+    layer = make_layer(gated=gated, **sizes)
+    check_layer(layer, random(tokens, layer.config.model_dim))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_layer_of_masked_expanded_and_nan_tokens(gated):
+    layer = make_layer(gated=gated)
+    check_layer(layer, random(4, 32), torch.zeros(4, dtype=torch.bool, device=DEVICE))
+    check_layer(layer, random(1, 32).expand(5, 32))
+    x = random(6, 32)
+    x[3] = float("nan")
+    check_layer(layer, x[:, :].detach())
+
+
 def test_layer_with_one_expert_for_all_and_others_unused():
     layer = make_layer()
     with torch.no_grad():

@@ -56,14 +56,14 @@ def exchange_step(monkeypatch, tokens, experts, blocks, dim, dtype):
 def test_launches(monkeypatch):
     """Beside these there are three collectives and the copy of the counts forward, and two collectives backward."""
     forward, backward = exchange_step(monkeypatch, 300, 3, 8, 64, torch.bfloat16)
-    assert launches(forward, monkeypatch) == [
+    assert launches(forward) == [
         "count_kernel",
         "scan_kernel",
         "pack_kernel",
         "unpack_kernel",
         "sum_kernel",
     ]
-    assert launches(backward, monkeypatch) == ["spread_kernel", "pack_gradients_kernel", "sum_kernel"]
+    assert launches(backward) == ["spread_kernel", "pack_gradients_kernel", "sum_kernel"]
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
@@ -78,7 +78,7 @@ def test_kernels_compile(architecture, experts, blocks, dim, dtype, monkeypatch)
         forward()
         backward()
 
-    kernels = compiled_launches(both, architecture, monkeypatch)
+    kernels = compiled_launches(both, architecture)
     assert sorted(k.name for k in kernels) == [
         "count_kernel",
         "pack_gradients_kernel",
@@ -104,7 +104,7 @@ def test_rows_move_by_16_bytes(monkeypatch):
 
     forward, _ = exchange_step(monkeypatch, 300, 3, 8, 384, torch.bfloat16)
     monkeypatch.setattr(triton, "compile", noting)
-    compiled_launches(forward, 90, monkeypatch)
+    compiled_launches(forward, 90)
     assert not narrow["pack_kernel"] and not narrow["unpack_kernel"] and not narrow["sum_kernel"]
 
 

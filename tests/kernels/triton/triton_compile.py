@@ -8,43 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_TYPES = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.uint8: "u8",
-    torch.float64: "fp64",
-}
+from unifmoe_dist.studies.kernel_estimates.compiled import compiled, on_device, recorded, recording
+
+SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}  # bytes that a program may have
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """One kernel with its compile-time choices; shared_memory in bytes."""
+class Fitting:
+    """One kernel with its compile-time choices; shared_memory and stack in bytes, of a program and of a thread."""
 
     name: str
     choices: str
     shared_memory: int
-
-
-@contextmanager
-def _recording(monkeypatch: pytest.MonkeyPatch, record: Callable) -> Iterator[None]:
-    """Every Triton launch calls `record` in place of running, with the first of the tiles that tuning would try."""
-    from triton.runtime.autotuner import Autotuner
-    from triton.runtime.jit import JITFunction
-
-    def first_config(self, *args, **kwargs):
-        pruned = self.early_config_prune(self.configs, dict(zip(self.arg_names, args, strict=False)), **kwargs)
-        self.fn.run(*args, **kwargs, **pruned[0].all_kwargs())
-
-    with monkeypatch.context() as patch:
-        patch.setattr(JITFunction, "run", record)
-        patch.setattr(Autotuner, "run", first_config)
-        yield
+    stack: int
 
 
 class _Operations(TorchDispatchMode):
@@ -61,10 +39,10 @@ class _Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def launches(function: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def launches(function: Callable[[], None]) -> list[str]:
     """Names of the Triton kernels and torch operations that `function` launches, in order; kernels do not run."""
     names: list[str] = []
-    with _recording(monkeypatch, lambda self, *args, **kwargs: names.append(self.__name__)), _Operations(names):
+    with recording(lambda launch: names.append(launch.name)), _Operations(names):
         function()
     return names
 
@@ -77,6 +55,8 @@ def unassembled(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[None]:
     """
     from triton.backends.nvidia import compiler
 
+    from unifmoe_dist.studies.kernel_estimates import compiled
+
     with monkeypatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(cache))
         patch.setattr(compiler.llvm, "optimize_module", lambda *args, **options: None)
@@ -84,46 +64,19 @@ def unassembled(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[None]:
             compiler.CUDABackend, "make_ptx", lambda self, src, metadata, *rest: metadata.update(name="") or ""
         )
         patch.setattr(compiler.CUDABackend, "make_cubin", lambda self, src, metadata, *rest: b"none")
+        patch.setattr(compiled, "_resources", lambda cubin: (0, 0))
         yield
 
 
-def compiled_launches(
-    function: Callable[[], None], architecture: int, monkeypatch: pytest.MonkeyPatch
-) -> list[Compiled]:
+def compiled_launches(function: Callable[[], None], architecture: int) -> list[Fitting]:
     """Call `function` on CPU tensors with every Triton launch recorded in place of run, then compile each once.
 
-    Of several configurations that tuning would try, the first is compiled. Uses the compiler and assembler that come
-    with Triton; no device is needed.
+    Of several tiles that tuning would try, the first are compiled.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    found = {}
-
-    def record(self, *args, grid, warmup, **kwargs):
-        given = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
-        signature, constants, attributes = {}, {}, {}
-        for index, parameter in enumerate(self.params):
-            value = given.pop(parameter.name)
-            if parameter.is_constexpr or value is None:
-                signature[parameter.name], constants[parameter.name] = "constexpr", value
-            elif isinstance(value, torch.Tensor):
-                signature[parameter.name] = "*" + _TYPES[value.dtype]
-                attributes[(index,)] = [["tt.divisibility", 16]]
-            else:
-                signature[parameter.name] = "i32"
-        key = str((self.__name__, signature, constants, given))
-        found.setdefault(key, (self, signature, constants, attributes, given))
-
-    with _recording(monkeypatch, record):
-        function()
+    with on_device(SHARED_MEMORY[architecture]):
+        found = {launch.key(): launch for launch in recorded(function)}
     result = []
-    for kernel, signature, constants, attributes, given in found.values():
-        options = {name: given[name] for name in ("num_warps", "num_stages") if given.get(name) is not None}
-        binary = triton.compile(
-            ASTSource(kernel, signature, constants, attributes), GPUTarget("cuda", architecture, 32), options
-        )
-        assert binary.asm["cubin"]
-        result.append(Compiled(kernel.__name__, f"{constants} {options}", binary.metadata.shared))
+    for launch in found.values():
+        made = compiled(launch, architecture)
+        result.append(Fitting(launch.name, f"{launch.given} {launch.options}", made.shared_memory, made.stack))
     return result

@@ -209,7 +209,7 @@ def ffn_tile(
     )
 
 
-@tuned(("BLOCK_K", "BLOCK_D"), **TILES)
+@tuned(("BLOCK_K", "BLOCK_D"), TILES)
 @triton.jit
 def ffn_kernel(
     x,

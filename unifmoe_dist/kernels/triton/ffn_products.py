@@ -19,20 +19,12 @@ import triton
 import triton.language as tl
 
 from unifmoe_dist.kernels.triton.math import dot, expert_pointer
-from unifmoe_dist.kernels.triton.tuning import Tiles
+from unifmoe_dist.kernels.triton.tuning import Candidates
 
-TILES: dict[str, Tiles] = dict(
-    half=[
-        (32, 32, 8, 2),
-        (32, 64, 4, 3),
-        (64, 64, 4, 3),
-        (32, 64, 8, 2),
-        (64, 64, 8, 2),
-        (32, 64, 8, 3),
-        (64, 64, 8, 3),
-        (64, 128, 8, 3),
-    ],
-    single=[(32, 32, 8, 2), (32, 32, 4, 2), (16, 32, 8, 2)],
+TILES = Candidates(
+    large=[(32, 64, 8, 3), (64, 64, 8, 3), (64, 64, 8, 2)],
+    small=[(32, 32, 8, 2), (32, 64, 8, 2)],
+    single=[(32, 32, 8, 2), (16, 32, 8, 2)],
 )
 
 

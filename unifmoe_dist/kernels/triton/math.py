@@ -69,10 +69,20 @@ def _sigmoid(x):
 
 
 @triton.jit
+def _normal_tail(x):
+    """(1 - erf(|x| / sqrt(2))) / 2 by Abramowitz and Stegun 7.1.26, to 1e-7; with erf large tiles spill."""
+    a = tl.abs(x) * 0.7071067811865476
+    t = 1.0 / (1.0 + 0.3275911 * a)
+    series = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t
+    return 0.5 * series * tl.exp(-a * a)
+
+
+@triton.jit
 def activate(x, NAME: tl.constexpr):
     """Activation NAME of float32 x, as in `kernels/activations.py`. NaN stays NaN."""
     if NAME == "gelu":
-        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+        tail = _normal_tail(x)
+        return x * tl.where(x < 0, tail, 1.0 - tail)
     elif NAME == "gelu_tanh":
         return 0.5 * x * (1.0 + _tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
     elif NAME == "quick_gelu":
@@ -94,8 +104,9 @@ def activate(x, NAME: tl.constexpr):
 def activation_slope(x, NAME: tl.constexpr):
     """Derivative of activation NAME at float32 x."""
     if NAME == "gelu":
+        tail = _normal_tail(x)
         density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
-        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * density
+        return tl.where(x < 0, tail, 1.0 - tail) + x * density
     elif NAME == "gelu_tanh":
         t = _tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
         return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * 0.7978845608028654 * (1.0 + 0.134145 * x * x)

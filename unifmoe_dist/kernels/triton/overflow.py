@@ -23,13 +23,21 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from unifmoe_dist.kernels.triton.ffn_kernel import NOTHING_KEPT, ffn_tile
+from unifmoe_dist.kernels.triton.ffn_products import TILES
 from unifmoe_dist.kernels.triton.ffn_reductions import combine_token
 from unifmoe_dist.kernels.triton.math import power_of_two
 from unifmoe_dist.kernels.triton.plan import Plan
-from unifmoe_dist.kernels.triton.weight_gradients import NO_GRADIENTS, bias_grad_tile, pick, weight_grad_tile
-from unifmoe_dist.kernels.triton.workspace import Workspace
+from unifmoe_dist.kernels.triton.weight_gradients import (
+    NO_GRADIENTS,
+    WEIGHT_TILES,
+    bias_grad_tile,
+    pick,
+    weight_grad_tile,
+)
+from unifmoe_dist.kernels.triton.workspace import LaunchShape, Workspace
 
 
 @triton.jit
@@ -339,16 +347,18 @@ def launch_overflow(workspace: Workspace, plan: Plan, given: dict[str, Any], cho
     planned = {name: getattr(plan, name) for name in names}
     sizes = dict(n=shape.n, held_tiles=workspace.tiles, max_fillings=workspace.fillings)
     own = dict(workspace=workspace.rows, total=workspace.total, out=workspace.output)
-    tiles = _TILES[x.dtype.itemsize] | dict(BLOCK_C=min(512, power_of_two(shape.dim)), TOKENS=16)
+    tiles = _tiles(x, shape) | dict(BLOCK_C=min(512, power_of_two(shape.dim)), TOKENS=16)
     counts = dict(MATRICES=0, BIASES=0, MP=power_of_two(shape.width))
     arguments = NOTHING_KEPT | NO_GRADIENTS | planned | sizes | own | counts | given | choices | tiles
     overflow_kernel[(_programs(x.device),)](**arguments)
 
 
-_TILES: dict[int, dict[str, int]] = {
-    2: dict(BLOCK_K=32, BLOCK_D=32, BLOCK_H=64, BLOCK_W=128, BLOCK_R=32, num_warps=8, num_stages=2),
-    4: dict(BLOCK_K=32, BLOCK_D=32, BLOCK_H=64, BLOCK_W=64, BLOCK_R=32, num_warps=8, num_stages=2),
-}
+def _tiles(x: Tensor, shape: LaunchShape) -> dict[str, int]:
+    """The likeliest tiles of both kinds of work; counters that go on cannot be timed again and again."""
+    block_k, block_d, warps, stages = TILES.of(x.dtype, x.device)[0]
+    block_w, block_r, _, _ = WEIGHT_TILES.of(x.dtype, x.device)[0]
+    own = dict(BLOCK_K=block_k, BLOCK_D=block_d, num_warps=warps, num_stages=stages)
+    return own | dict(BLOCK_W=block_w, BLOCK_R=block_r, BLOCK_H=min(128, power_of_two(shape.width, 16)))
 
 
 def _programs(device: torch.device) -> int:

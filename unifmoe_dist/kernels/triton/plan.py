@@ -99,6 +99,7 @@ def count_rows(gates_NE: Tensor, blocks_NB: Tensor, has_shared: bool) -> Tensor:
             E=experts,
             B=num_blocks,
             SPAN=SPAN,
+            STEP=max(16, min(SPAN, 2048 // power_of_two(num_blocks))),
             BP=power_of_two(num_blocks),
             HAS_SHARED=has_shared,
             num_warps=4,
@@ -199,6 +200,7 @@ def make_plan(
         B=num_blocks,
         PARTS=parts,
         SPAN=SPAN,
+        STEP=max(16, min(SPAN, 2048 // power_of_two(num_blocks))),  # of registers for (STEP, blocks)
         TILE_ROWS=tile_rows,
         GP=power_of_two(groups),
         BP=power_of_two(num_blocks),
@@ -242,14 +244,17 @@ def _count_kernel(
     E: tl.constexpr,
     B: tl.constexpr,
     SPAN: tl.constexpr,
+    STEP: tl.constexpr,
     BP: tl.constexpr,
     HAS_SHARED: tl.constexpr,
 ):
     span, expert = tl.program_id(0), tl.program_id(1)
-    token = span * SPAN + tl.arange(0, SPAN)
-    chosen = _selection(gates, blocks, token, expert, n, E, B, 1, BP, HAS_SHARED)
     block = tl.arange(0, BP)
-    tl.store(counts + (span * E + expert) * B + block, tl.sum(chosen.to(tl.int32), 0), mask=block < B)
+    count = tl.zeros((BP,), tl.int32)
+    for step in range(0, SPAN, STEP):
+        token = span * SPAN + step + tl.arange(0, STEP)
+        count += tl.sum(_selection(gates, blocks, token, expert, n, E, B, 1, BP, HAS_SHARED).to(tl.int32), 0)
+    tl.store(counts + (span * E + expert) * B + block, count, mask=block < B)
 
 
 @triton.jit(do_not_specialize=["rows", "num_parts"])
@@ -315,6 +320,7 @@ def _fill_kernel(
     B: tl.constexpr,
     PARTS: tl.constexpr,
     SPAN: tl.constexpr,
+    STEP: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     GP: tl.constexpr,
     BP: tl.constexpr,
@@ -346,33 +352,35 @@ def _fill_kernel(
             tl.store(tile_group + tile, (expert * B + block)[:, None] + tl.zeros_like(tile), mask=inside)
             tl.store(tile_count + tile, count, mask=inside)
     else:
-        token = span * SPAN + tl.arange(0, SPAN)
-        chosen = _selection(gates, blocks, token, expert, n, E, B, PARTS, BP, HAS_SHARED).to(tl.int32)
         before = tl.load(earlier + ((span * E + expert) * B + block) // PARTS, mask=block < B, other=0)
-        place = (first_tile * TILE_ROWS + before)[None, :] + tl.cumsum(chosen, 0) - chosen
-        tl.store(rows + place, token[:, None] + tl.zeros_like(place), mask=chosen != 0)
-        # Position in the token's own list: its blocks under earlier experts, then under this one.
-        inside = (token < n)[:, None] & (block < B)[None, :]
-        at = blocks + token[:, None].to(tl.int64) * (B // PARTS) + (block // PARTS)[None, :]
-        mine = tl.load(at, mask=inside, other=0) != 0
-        width = tl.sum((mine & inside).to(tl.int32), 1)
-        position = tl.zeros((SPAN,), tl.int32)
-        for first in range(0, expert, 16):
-            other = first + tl.arange(0, 16)
-            used = (
-                tl.load(
-                    gates + token[:, None].to(tl.int64) * E + other[None, :],
-                    mask=(token < n)[:, None] & (other < expert)[None, :],
-                    other=0.0,
+        for step in range(0, SPAN, STEP):
+            token = span * SPAN + step + tl.arange(0, STEP)
+            chosen = _selection(gates, blocks, token, expert, n, E, B, PARTS, BP, HAS_SHARED).to(tl.int32)
+            place = (first_tile * TILE_ROWS + before)[None, :] + tl.cumsum(chosen, 0) - chosen
+            tl.store(rows + place, token[:, None] + tl.zeros_like(place), mask=chosen != 0)
+            # Position in the token's own list: its blocks under earlier experts, then under this one.
+            inside = (token < n)[:, None] & (block < B)[None, :]
+            at = blocks + token[:, None].to(tl.int64) * (B // PARTS) + (block // PARTS)[None, :]
+            mine = tl.load(at, mask=inside, other=0) != 0
+            width = tl.sum((mine & inside).to(tl.int32), 1)
+            position = tl.zeros((STEP,), tl.int32)
+            for first in range(0, expert, 16):
+                other = first + tl.arange(0, 16)
+                used = (
+                    tl.load(
+                        gates + token[:, None].to(tl.int64) * E + other[None, :],
+                        mask=(token < n)[:, None] & (other < expert)[None, :],
+                        other=0.0,
+                    )
+                    != 0
                 )
-                != 0
-            )
-            if HAS_SHARED:
-                blocks_each = tl.where(other[None, :] == 0, width[:, None], B - width[:, None])
-            else:
-                blocks_each = width[:, None] + tl.zeros_like(other)[None, :]
-            position += tl.sum(tl.where(used, blocks_each, 0), 1)
-        at = token_slots + token[:, None].to(tl.int64) * (E * B) + position[:, None] + tl.cumsum(chosen, 1) - chosen
-        tl.store(at, place, mask=chosen != 0)
-        if expert == E - 1:
-            tl.store(token_count + token, position + tl.sum(chosen, 1), mask=token < n)
+                if HAS_SHARED:
+                    blocks_each = tl.where(other[None, :] == 0, width[:, None], B - width[:, None])
+                else:
+                    blocks_each = width[:, None] + tl.zeros_like(other)[None, :]
+                position += tl.sum(tl.where(used, blocks_each, 0), 1)
+            at = token_slots + token[:, None].to(tl.int64) * (E * B) + position[:, None] + tl.cumsum(chosen, 1) - chosen
+            tl.store(at, place, mask=chosen != 0)
+            if expert == E - 1:
+                tl.store(token_count + token, position + tl.sum(chosen, 1), mask=token < n)
+            before += tl.sum(chosen, 0)

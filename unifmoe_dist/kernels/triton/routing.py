@@ -158,6 +158,8 @@ class _TritonRoute(torch.autograd.Function):
         grad_logits = x.new_empty((n, num_experts + 1), dtype=torch.float32)
         width = power_of_two(num_experts + 1, 16)
         common = dict(D=dim, KP=width, BLOCK_D=_block_d(dim, width), PRECISION=EXACT, num_warps=4)
+        if width > 128:  # fits 99 KiB of shared memory
+            common |= dict(num_warps=8, num_stages=1)
         route_backward_kernel[(triton.cdiv(n, _TOKENS),)](
             None if grad_coefficients is None else grad_coefficients.contiguous(),
             None if grad_affinity is None else grad_affinity.contiguous(),

@@ -1,6 +1,9 @@
 """Which tiles a kernel takes: Triton's autotuner, with its choices on disk, made safe for where these kernels run.
 
-Triton times every candidate at the first use of a shape and type, and keeps the timings in its cache folder
+There are two or three candidates, by the shared memory that a program may have: 163 KiB or more on data-centre cards
+(sm_80, sm_90), 99 on others (sm_86, sm_89). The first is what registers and shared memory of the compiled kernels let
+expect to be fastest (`launch/kernel_estimates.py`); no card has been asked yet. Each is timed at the first use of a
+shape and type, without more memory than the kernel itself takes, and Triton keeps the timings in its cache folder
 (`TRITON_CACHE_DIR`, else ~/.triton/cache) under the device, the versions of Triton and driver, the kernel's source and
 the candidates, so a later process takes the winner at once.
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +25,36 @@ from triton.runtime.autotuner import Autotuner
 from unifmoe_dist.kernels.triton.math import INTERPRETED
 
 Tiles = list[tuple[int, int, int, int]]  # (first block, second block, warps, stages)
+LARGE = 128 * 1024
 _enabled = True
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Tiles to choose from, the likeliest first, which must fit every device of its kind.
+
+    Args:
+        large: Half precision where a program may have at least `LARGE` bytes of shared memory.
+        small: Half precision elsewhere.
+        single: Float32.
+    """
+
+    large: Tiles
+    small: Tiles
+    single: Tiles
+
+    def of(self, dtype: torch.dtype, device: torch.device) -> Tiles:
+        if dtype == torch.float32:
+            return self.single
+        return self.large if shared_memory(device) >= LARGE else self.small
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have; of what is no GPU, as much as the largest has."""
+    if device.type != "cuda":
+        return 227 * 1024
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", 2**20))
 
 
 @contextlib.contextmanager
@@ -63,39 +96,50 @@ class Tuner(Autotuner):
             return False
 
 
-def tuned(names: tuple[str, str], half: Tiles, single: Tiles) -> Callable[[Any], Autotuner]:
-    """Decorate a kernel whose arguments `names` are the blocks of a tile, to be chosen among those for half or single
-    precision.
+def _milliseconds(launch: Callable[[], Any], quantiles: tuple[float, ...]) -> list[float]:
+    """Quantiles of the times of a few launches, as of `triton.testing.do_bench`, which takes 256 MB for that."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * _TIMES)]
+    launch()
+    for start, end in zip(events[::2], events[1::2], strict=True):
+        start.record()
+        launch()
+        end.record()
+    torch.cuda.synchronize()
+    times = torch.tensor([a.elapsed_time(b) for a, b in zip(events[::2], events[1::2], strict=True)])
+    return [float(times.quantile(q)) for q in quantiles]
 
-    The first of each list fits every device from Ampere on, 99 KiB of shared memory and no spilling to speak of; a
-    device skips those that do not fit. The interpreter cannot time and takes the first.
+
+_TIMES = 9
+
+
+def tuned(names: tuple[str, str], tiles: Candidates) -> Callable[[Any], Autotuner]:
+    """Decorate a kernel whose arguments `names` are the blocks of a tile.
+
+    The interpreter cannot time and takes the first; where nothing may be tried, so does a device.
     """
 
-    def configs(tiles: Tiles) -> list[triton.Config]:
-        return [triton.Config({names[0]: a, names[1]: b}, num_warps=w, num_stages=s) for a, b, w, s in tiles]
+    def config(a: int, b: int, warps: int, stages: int) -> triton.Config:
+        return triton.Config({names[0]: a, names[1]: b}, num_warps=warps, num_stages=stages)
 
-    halves, singles = configs(half), configs(single)
+    everything = dict.fromkeys([*tiles.large, *tiles.small, *tiles.single])
+    configs = {sizes: config(*sizes) for sizes in everything}
 
     def worth_trying(_: list[triton.Config], arguments: dict, **more: Any) -> list[triton.Config]:
         given = {**arguments, **more}
-        pool = singles if given["keys" if "keys" in given else "channels_0"].dtype == torch.float32 else halves
-        # More than 128 accumulators a thread only spill. The backward pass holds one more tile of them than the forward
-        # pass, and gated experts one more in both.
-        accumulators = 0
-        if "NUM_SUB" in given:
-            tiles = 1 + given["BACKWARD"] + given["GATED"]
-            accumulators = tiles * given["TILE_ROWS"] * given["SUB"] * given["NUM_SUB"]
-        return [c for c in pool if may_try() and accumulators <= 128 * 32 * c.num_warps] or pool[:1]
+        like = given["keys" if "keys" in given else "channels_0"]
+        pool = [configs[sizes] for sizes in tiles.of(like.dtype, like.device)]
+        return pool if may_try() else pool[:1]
 
     if INTERPRETED:
-        return triton.autotune(configs=halves[:1], key=[])
+        return triton.autotune(configs=[config(*tiles.small[0])], key=[])
     return lambda kernel: Tuner(
         kernel,
         kernel.arg_names,
-        halves,
-        ["D", "M", "TILE_ROWS", "BACKWARD", "GATED"],
+        list(configs.values()),
+        ["D", "M", "TILE_ROWS", "BACKWARD", "GATED", "MATRICES"],
         reset_to_zero=None,
         restore_value=None,
         prune_configs_by={"early_config_prune": worth_trying},
+        do_bench=_milliseconds,
         cache_results=True,
     )

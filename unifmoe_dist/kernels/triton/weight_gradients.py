@@ -14,14 +14,16 @@ from torch import Tensor
 
 from unifmoe_dist.kernels.triton.math import dot, expert_pointer, power_of_two
 from unifmoe_dist.kernels.triton.plan import Plan
-from unifmoe_dist.kernels.triton.tuning import Tiles, tuned
+from unifmoe_dist.kernels.triton.tuning import Candidates, tuned
 from unifmoe_dist.kernels.triton.workspace import Workspace
 
 if TYPE_CHECKING:
     from unifmoe_dist.kernels.triton.ffn import Banks
 
-_WEIGHT_TILES: dict[str, Tiles] = dict(
-    half=[(64, 32, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3), (128, 64, 8, 3)], single=[(64, 32, 4, 2), (64, 32, 8, 2)]
+WEIGHT_TILES = Candidates(
+    large=[(128, 32, 8, 3), (128, 64, 8, 3)],
+    small=[(64, 32, 4, 2), (128, 32, 8, 2)],
+    single=[(64, 32, 4, 2), (64, 32, 8, 2)],
 )
 
 
@@ -146,7 +148,7 @@ def pick(index, three):
     return tl.where(index == 0, first, tl.where(index == 1, second, third))
 
 
-@tuned(("BLOCK_D", "BLOCK_R"), **_WEIGHT_TILES)
+@tuned(("BLOCK_D", "BLOCK_R"), WEIGHT_TILES)
 @triton.jit(do_not_specialize=["held_tiles"])
 def weight_grad_kernel(
     channels_0,

@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from unifmoe_dist.kernels import tile_sizes
+from unifmoe_dist.kernels.triton import tuning
 from unifmoe_dist.kernels.triton.ffn_reductions import combine_kernel
 from unifmoe_dist.kernels.triton.math import power_of_two, precision
 from unifmoe_dist.kernels.triton.plan import Plan
@@ -32,11 +33,7 @@ class TritonOptions:
 
 def tile_rows(device: torch.device, dtype: torch.dtype, tokens: int, experts: int) -> int:
     """Rows of a tile of the forward pass, of so many experts in the same launches."""
-    largest = 128 if dtype.itemsize == 2 else 64
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        if getattr(properties, "shared_memory_per_block_optin", 2**20) < 128 * 1024:
-            largest = 64  # consumer cards
+    largest = 128 if dtype.itemsize == 2 and tuning.shared_memory(device) >= tuning.LARGE else 64
     return tile_sizes.tile_rows(tokens, experts, largest)
 
 

@@ -56,13 +56,7 @@ def exchange_step(monkeypatch, tokens, experts, blocks, dim, dtype):
 def test_launches(monkeypatch):
     """Beside these there are three collectives and the copy of the counts forward, and two collectives backward."""
     forward, backward = exchange_step(monkeypatch, 300, 3, 8, 64, torch.bfloat16)
-    assert launches(forward) == [
-        "count_kernel",
-        "scan_kernel",
-        "pack_kernel",
-        "unpack_kernel",
-        "sum_kernel",
-    ]
+    assert launches(forward) == ["count_kernel", "scan_kernel", "pack_kernel", "unpack_kernel", "sum_kernel"]
     assert launches(backward) == ["spread_kernel", "pack_gradients_kernel", "sum_kernel"]
 
 

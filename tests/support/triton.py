@@ -2,47 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import os
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.experts import BlockExperts
+from unifmoe_dist.kernels.triton.interpreter import quicken
 from unifmoe_dist.kernels.triton.tuning import first_tiles
 
 
-def _quicken() -> None:
-    """Have the interpreter prepare its language once for each module, and not for every call of every function in it.
-
-    What it puts in place stays anyway, but for a kernel's own module: nobody takes the rest back.
-    """
-    from triton.runtime import interpreter
-
-    if not all(hasattr(interpreter, name) for name in ("_get_np_dtype", "_patch_lang", "_LangPatchScope")):
-        return  # another Triton: only slower
-    prepare, prepared = interpreter._patch_lang, set()
-
-    def prepare_once(function):
-        if function.__module__ not in prepared:
-            prepared.add(function.__module__)
-            prepare(function)
-        return interpreter._LangPatchScope()  # with nothing to take back
-
-    interpreter._patch_lang = prepare_once
-    numbers = functools.cache(interpreter._get_np_dtype)  # it made its table for every operation
-
-    def numpy_type(kind):
-        return np.dtype(np.uint64) if kind.scalar.is_ptr() else numbers(kind.scalar)
-
-    interpreter._get_np_dtype = numpy_type
-
-
 if os.environ.get("TRITON_INTERPRET") == "1":
-    _quicken()
+    quicken()
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 IN_VENV := PATH="$(abspath $(BIN)):$$PATH"
 
-.PHONY: help setup train test compiled lint docs docker docker-test clean
+.PHONY: help setup train test compiled lint gpu docs docker docker-test clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
@@ -47,6 +47,9 @@ MAKEFLAGS += --jobs=2
 
 compiled: $(STAMP)
 	@$(IN_VENV) python -m tests.support.compiled > /dev/null
+
+gpu: ## check a GPU in 8 minutes: all runs, is right, and how fast (needs no setup; ARGS="--minutes 15"; docs/gpu.md)
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) launch/gpu_check.py $(ARGS)
 
 docs: $(STAMP) ## the documentation as a site in build/site (open build/site/index.html)
 	$(IN_VENV) NO_MKDOCS_2_WARNING=1 python -m mkdocs build --quiet

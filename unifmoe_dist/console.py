@@ -23,6 +23,7 @@ COMMANDS = {
     "consolidate": "one weights file from a run",
     "export": "a Transformers or timm folder from a run",
     "rehearse": "rehearse a job on two hosts, made on this machine of Linux namespaces",
+    "gpu_check": "check a GPU: all runs, is right, and how fast",
     "doctor": "check this environment",
 }
 

@@ -13,7 +13,6 @@ from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.kernels.triton.interpreter import quicken
 from unifmoe_dist.kernels.triton.tuning import first_tiles
 
-
 if os.environ.get("TRITON_INTERPRET") == "1":
     quicken()
 

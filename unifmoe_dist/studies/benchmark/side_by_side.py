@@ -143,19 +143,24 @@ def ready(contender: Contender, inputs: Callable[[], tuple[Tensor, ...]], optimi
 
 
 def measure(
-    subjects: list[Subject], device: torch.device, seconds: float, on_round: Callable[[], object]
+    subjects: list[Subject],
+    device: torch.device,
+    seconds: float,
+    on_round: Callable[[], object],
+    clock: Callable[[Callable[[], object], torch.device], float] = meters.seconds,
 ) -> dict[str, str]:
     """Time all subjects in every round, in a random order; peers that fail leave the list, and why is returned.
 
-    Rounds go on for about `seconds`; there are at least three, and `on_round` is called after each.
+    Rounds go on for about `seconds`; there are at least three, and `on_round` is called after each. `clock` says how
+    many seconds a call takes on a device.
     """
     failed: dict[str, str] = {}
     started, rounds = time.perf_counter(), 0
     while rounds < 3 or time.perf_counter() - started < seconds:
         for subject in random.sample(subjects, len(subjects)):
             try:
-                subject.timing.forward.append(meters.seconds(subject.infer, device))
-                subject.timing.training.append(meters.seconds(subject.train, device))
+                subject.timing.forward.append(clock(subject.infer, device))
+                subject.timing.training.append(clock(subject.train, device))
             except Exception as error:
                 if not subject.peer:
                     raise

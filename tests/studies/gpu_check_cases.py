@@ -30,6 +30,7 @@ def record(tmp_path, monkeypatch):
     monkeypatch.setattr(device, "need_card", lambda device: None)
     monkeypatch.setattr(device, "captured", lambda call, device: call)
     monkeypatch.setattr(timing, "_ROUNDS", 0.0)
+    monkeypatch.setattr(timing, "matmul_rate", lambda device, dtype: 1e12)  # bf16 is slow on most CPUs
     return Record(tmp_path / "part.json", 300, on_card=True)
 
 
@@ -101,12 +102,14 @@ def test_benchmark(record, monkeypatch):
     monkeypatch.setattr(device, "kernels", nullcontext)  # the interpreter is too slow to time
     shapes = [replace(UNIFORM[0], **SMALL), replace(VISION, **SMALL, block_compute=5.0)]
     monkeypatch.setattr(timing, "_shapes", lambda on_card: shapes)
+    monkeypatch.setattr(device, "driver", lambda fields: dict.fromkeys(fields.split(","), "1"))
     monkeypatch.setattr(self_test, "_verdicts", {"a case": True, "another": False})
     monkeypatch.setattr(timing, "tuned_tiles", lambda: {"ffn_kernel": {"16 4": "num_warps: 4"}})
     timing.check(record, "own")
     found = verdicts(record)
     assert found["vision, N = 24, router as it starts"] == found["vision, N = 24, C_B = 5: what was timed"] == "ok"
     assert found["vision, N = 24, router as it starts: UniF-MoE, in a CUDA graph, forward"] == "note"
+    assert len(record.tables["clocks"]["rows"]) == 2 and record.tables["tiles"]["rows"][0]["kernel"] == "ffn_kernel"
     assert found["self-test: a case"] == "ok" and found["self-test: another"] == "failed"
     rows = record.tables["own, vision, N = 24, router as it starts"]["rows"]
     assert {"dense FFN", "dense FFN, in a CUDA graph", "UniF-MoE", "UniF-MoE, in a CUDA graph"} <= {r[""] for r in rows}

@@ -18,6 +18,7 @@ from unifmoe_dist.studies.gpu_check.record import LeftOut
 from unifmoe_dist.studies.meters import seconds
 
 _LEAST_SECONDS = 2e-3  # of one measurement on a card, where an event's clock counts half microseconds
+_NO_LAUNCHES = ("unifmoe::", "Activity Buffer", "ProfilerStep")  # what a profile holds beside kernels and copies
 
 
 def here() -> torch.device:
@@ -40,7 +41,9 @@ def driver(fields: str) -> dict[str, str]:
         return {}
     words = [program, f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
     said = subprocess.run(words, capture_output=True, text=True, timeout=20)
-    values = [value.strip() for value in said.stdout.strip().splitlines()[0].split(",")] if said.stdout.strip() else []
+    if said.returncode or not said.stdout.strip():
+        return {}
+    values = [value.strip() for value in said.stdout.splitlines()[0].split(",")]
     return dict(zip(fields.split(","), values, strict=False))
 
 
@@ -93,7 +96,8 @@ def launched(call: Callable[[], object], device: torch.device) -> list[str]:
         seconds(call, device)  # compiles
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             seconds(call, device)
-        return [event.name for event in profile.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
+        found = [e.name for e in profile.events() or () if e.device_type == torch.autograd.DeviceType.CUDA]
+        return [name for name in found if not name.startswith(_NO_LAUNCHES)]
     names: list[str] = []
     with _interpreted(names), _Operations(names):
         call()

@@ -9,7 +9,7 @@ import torch
 from unifmoe_dist import UniFMoEConfig
 from unifmoe_dist.studies.gpu_check import device
 from unifmoe_dist.studies.gpu_check.layers import some_layer
-from unifmoe_dist.studies.gpu_check.record import NOTE, Record
+from unifmoe_dist.studies.gpu_check.record import NOTE, OK, Record
 
 EXPERTS, TINY_EXPERTS = (6, 16, 64, 255), (2, 4)
 SIZES, TINY = (384, 1536, 8, 4096), (16, 64, 4, 24)  # d, H, B and N
@@ -43,15 +43,16 @@ def _count(record: Record, experts: int) -> tuple[int, int]:
         layer.zero_grad(set_to_none=True)
 
     fore, all_of_it = device.launched(forward, where), device.launched(both, where)
-    if not fore:
-        record.find(f"K = {experts}: launches", NOTE, "the profiler saw no kernels; counts are missing")
+    backward = len(all_of_it) - len(fore)
+    text = f"{len(fore)} launches forward, {backward} backward" if fore else "the profiler saw no kernels"
+    record.find(f"K = {experts}", OK if fore else NOTE, text)
     waits = device.host_waits(both, where)
     if record.on_card:
         text = f"{len(waits)} of the host in a forward and a backward pass {waits[:4] or ''}"
         record.judge(f"K = {experts}: waits", not waits, text)
-    cells: dict[str, object] = {"K": experts, "forward": len(fore), "backward": len(all_of_it) - len(fore)}
+    cells: dict[str, object] = {"K": experts, "forward": len(fore), "backward": backward}
     cells |= {"waits of the host": len(waits) if record.on_card else "–"}
     record.row("launches", "Launches of a layer on one rank, and waits of its host", cells)
     names = {"forward": Counter(fore), "both": Counter(all_of_it), "waits": waits}
     record.numbers[f"K = {experts}"] = names
-    return len(fore), len(all_of_it) - len(fore)
+    return len(fore), backward

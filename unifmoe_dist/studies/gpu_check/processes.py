@@ -83,6 +83,7 @@ def environment(on_card: bool) -> dict[str, str]:
     """Of a part's process: this package first, no network, and without a card Triton's interpreter."""
     own = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
     own |= {"HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg", "PYTHONUNBUFFERED": "1"}
+    own |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4")}  # they run beside one another
     if not on_card:
         own |= {"TRITON_INTERPRET": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return {**os.environ, **own}

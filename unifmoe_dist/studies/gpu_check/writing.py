@@ -12,7 +12,7 @@ from unifmoe_dist.studies.gpu_check.record import FAILED, NOTE, SKIPPED, one_lin
 from unifmoe_dist.studies.records import markdown, plain
 
 Results = dict[str, Any]
-_LINES, _WIDTH = 96, 118
+_LINES, _WIDTH, _CHARACTERS = 96, 180, 10_500  # of the summary: a log may keep no more of its end
 
 
 def write_results(folder: Path, results: Results) -> None:
@@ -74,11 +74,13 @@ def summary(folder: Path, results: Results) -> str:
     told = [(part, f) for part in results["parts"] for f in part["findings"] if f["verdict"] != "ok"]
     for verdict, most in ((FAILED, 25), (NOTE, 25), (SKIPPED, 10)):
         some = [f"{verdict}: {part['name']}: {f['what']}: {f['text']}" for part, f in told if f["verdict"] == verdict]
-        lines += [line[: 2 * _WIDTH] for line in some[:most]]
+        lines += [line[:_WIDTH] for line in some[:most]]
         lines += [f"... and {len(some) - most} more {verdict}"] if len(some) > most else []
     for name, (title, rows) in tables_of(results).items():
-        if name.startswith(("own, ", "peers, ", "launches")) and len(lines) + len(rows) + 2 < _LINES - 3:
-            lines += [title, *(" | ".join(_short(row)) for row in rows)]
+        more = [title, *(" | ".join(_short(row)) for row in rows)]
+        fits = len(lines) + len(more) < _LINES - 3 and len("\n".join(lines + more)) < _CHARACTERS
+        if fits and name.startswith(("own, ", "peers, ", "launches", "DeiT-S")):
+            lines += more
     failed = failed_parts(results)
     lines.append(f"failed: {', '.join(failed)}" if failed else "all parts that ran passed")
     if not results["card"]:

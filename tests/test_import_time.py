@@ -149,7 +149,7 @@ for path in sorted(Path("launch").glob("[a-z]*.py")):
             said.write(str(left.code))
             status = 2
     if path.stem == "gpu_check":  # it runs where nothing is installed
-        assert status == 0, said.getvalue()
+        assert said.getvalue() == "0", said.getvalue()
         continue
     assert status == 2 and "Traceback" not in said.getvalue(), path
     assert "is not installed" in said.getvalue() or path.stem == "doctor", (path, said.getvalue())

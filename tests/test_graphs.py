@@ -223,7 +223,8 @@ CHANGES = {
     "through data": (lambda layer: setattr(layer.experts.keys, "data", layer.experts.keys * 2), False),
     "frozen": (lambda layer: layer.experts.requires_grad_(False), False),
     "to another type": (lambda layer: layer.double().float(), False),
-    "new statistics": (lambda layer: layer.usage.reset(), True),
+    "statistics from the start": (lambda layer: layer.usage.reset(), True),
+    "other statistics": (lambda layer: setattr(layer.usage, "totals", torch.zeros(13, dtype=torch.float64)), False),
 }
 
 

@@ -139,6 +139,9 @@ class LayerGraphs:
         differentiated = with_gradients and (x.requires_grad or bool(trained))
         key = _key(layer, x, mask, differentiated)
         made = self._made.get(key)
+        if made is not None and made.totals is not layer.usage.totals:
+            self.drop()  # it would count into what is no longer looked at
+            made = None
         if made is None:
             whole = _Whole(layer, function)
             made = self._capture(key, layer.usage, whole, x, mask, trained if differentiated else None)
@@ -186,7 +189,10 @@ class LayerGraphs:
             self.failure = str(cause).strip().splitlines()[0].rstrip(".")
             _say_once(f"cuda_graphs changes nothing in a layer of width {x.shape[1]}: {self.failure}.")
         usage.restore(counted)
-        return self._made.get(key)
+        made = self._made.get(key)
+        if made is not None:
+            made.totals = usage.totals
+        return made
 
 
 class _Whole(nn.Module):
@@ -213,6 +219,7 @@ class _Captured:
         self.x = x.detach().clone(memory_format=torch.contiguous_format)
         self.x.requires_grad_(trained is not None and x.requires_grad)
         self.mask = None if mask is None else mask.clone()
+        self.totals: Tensor | None = None  # the statistics into which it counts
         self.differentiated = trained is not None
         names = {id(parameter): name for name, parameter in whole.named_parameters()}
         weights = {names[id(p)]: p.detach().requires_grad_() for p in trained or ()}

@@ -95,6 +95,7 @@ def test_one_rank(record, monkeypatch):
         one_rank.check(record)
     finally:
         dist.destroy_process_group()
+    assert verdicts(record)["alltoall, fp32: waits"] == "note"
     assert used == ["nccl"] and verdicts(record)["alltoall, fp32"] == "ok"
 
 
@@ -113,6 +114,7 @@ def test_benchmark(record, monkeypatch):
     assert found["self-test: a case"] == "ok" and found["self-test: another"] == "failed"
     rows = record.tables["own, vision, N = 24, router as it starts"]["rows"]
     assert {"dense FFN", "dense FFN, in a CUDA graph", "UniF-MoE", "UniF-MoE, in a CUDA graph"} <= {r[""] for r in rows}
+    assert all(float(row["made ready (s)"]) >= 0 for row in rows)
     assert min(float(row["forward / dense"]) for row in rows if row[""].startswith("dense")) == 1
 
 

@@ -25,6 +25,8 @@ def over_floor_figure(results: dict[str, Any]) -> Figure | None:
     ]
     if not shapes:
         return None
+    order = [name for name, _ in shapes]
+    shapes.sort(key=lambda shape: order.index(shape[0]))  # a shape's two panels beside each other
     rows = max(len(result.timings) for _, result in shapes)
     figure = new_figure(12, len(shapes[::2]) * (1.0 + 0.4 * rows))
     axes = figure.subplots(len(shapes[::2]), 2, squeeze=False).flatten()

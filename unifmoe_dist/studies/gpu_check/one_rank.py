@@ -12,7 +12,7 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.leaving import note_joined
 from unifmoe_dist.studies.gpu_check import device
 from unifmoe_dist.studies.gpu_check.layers import DTYPES, SIZES, TINY, differences, passes, some_layer
-from unifmoe_dist.studies.gpu_check.record import LeftOut, Record
+from unifmoe_dist.studies.gpu_check.record import NOTE, LeftOut, Record
 
 TOLERANCE = {"bf16": 2e-2, "fp32": 1e-4}  # both paths round alike, but sum in another order
 
@@ -58,8 +58,15 @@ def _compare(record: Record, dispatcher: str, kind: str, config: UniFMoEConfig, 
     errors = differences(passes(spread, x), passes(local, x))
     worst = max(errors, key=lambda value: errors[value])
     good = all(error <= TOLERANCE[kind] for error in errors.values())  # NaN is bad
+    waits = device.host_waits(lambda: spread(x), where)
+    if record.on_card and dispatcher == "alltoall":
+        text = (
+            f"{len(waits)} of the host in a forward pass, goal 1 {'met' if len(waits) <= 1 else 'not met'} {waits[:4]}"
+        )
+        record.find(f"{dispatcher}, {kind}: waits", NOTE, text)
     cells = {"dispatcher": dispatcher, "type": kind, "output": f"{errors['output']:.1e}"}
     cells |= {"worst": f"{errors[worst]:.1e}", "of": worst, "allowed": f"{TOLERANCE[kind]:.0e}"}
+    cells["waits of the host, forward"] = str(len(waits)) if record.on_card else "–"
     record.row("one-rank", "A world of one against one device: largest errors over the largest value", cells)
     record.numbers[f"{dispatcher}, {kind}"] = errors
     record.judge(f"{dispatcher}, {kind}", good, f"outputs and gradients within {errors[worst]:.1e} ({worst})")

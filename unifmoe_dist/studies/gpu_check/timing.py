@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import importlib
 import pkgutil
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -71,9 +72,12 @@ def _run(record: Record, shape: Shape, which: str, where: torch.device, dtype: t
     x = torch.randn(shape.tokens, shape.dim).to(where, dtype)
     skipped: dict[str, str] = {}
     subjects: list[Subject] = []
+    waited: dict[str, float] = {}
     for contender in _contenders(shape, x, which):
+        began = time.perf_counter()
         try:
             subjects.append(_subject(contender, x))
+            waited[contender.name] = time.perf_counter() - began
         except Exception as error:  # whatever a foreign library raises
             if "CUDA error" in str(error):
                 raise RuntimeError(f"{contender.name}: {error}") from error
@@ -85,7 +89,7 @@ def _run(record: Record, shape: Shape, which: str, where: torch.device, dtype: t
     sizes = f"N={shape.tokens}, d={shape.dim}, H={shape.hidden}, K={shape.experts}, B={shape.blocks}"
     flops = 4.0 * shape.tokens * shape.dim * shape.hidden
     result = Result(_title(shape), sizes, flops, rate, [subject.timing for subject in subjects], skipped, shape)
-    _write(record, result, which)
+    _write(record, result, which, waited)
     for name, why in skipped.items():
         ours_failed = record.on_card and name in (OURS + GRAPH, OURS + OPTION)
         record.find(f"{result.name}: {name}", FAILED if ours_failed else SKIPPED, why)
@@ -144,7 +148,7 @@ def over_floor(result: Result, timing: Timing, kind: str) -> float:
     return timing.median(kind) / (timing.work * _floor(result, kind))
 
 
-def _write(record: Record, result: Result, which: str) -> None:
+def _write(record: Record, result: Result, which: str, waited: dict[str, float]) -> None:
     title = f"{result.name}: {result.sizes}, {'bf16' if record.on_card else 'fp32'}"
     numbers: dict[str, Any] = {}
     for timing in result.timings:
@@ -158,6 +162,7 @@ def _write(record: Record, result: Result, which: str) -> None:
             row[f"{words} / floor"] = "" if timing.work is None else f"{over_floor(result, timing, kind):.2f}"
         row["kept (MB)"] = f"{timing.kept / 2**20:.1f}"
         row["peak (MB)"] = "" if timing.peak is None else f"{timing.peak / 2**20:.1f}"
+        row["made ready (s)"] = f"{waited[timing.contender]:.1f}"  # compiled, proven and tuned, where it is the first
         record.row(f"{which}, {result.name}", title, row)
         numbers[timing.contender] = vars(timing)
     record.numbers[result.name] = numbers

@@ -1,0 +1,134 @@
+"""What each kernel of a layer does, in operations and bytes, from the constants it is compiled for and a load.
+
+Device code is not asked: these are counts on paper, which a measurement confirms or refutes line by line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from unifmoe_dist.studies.kernel_estimates.compiled import Launch
+
+
+@dataclass(frozen=True)
+class Load:
+    """A layer's shape and what its router decides.
+
+    Args:
+        tokens: N.
+        dim: D.
+        hidden: H.
+        experts: K.
+        blocks: B.
+        per_token: C_B, selected blocks of all experts, mean over tokens.
+        gated: Whether experts have a second bank of keys.
+        dense: Microseconds of a dense FFN of this shape, forward, on an H200, where measured.
+    """
+
+    tokens: int
+    dim: int
+    hidden: int
+    experts: int
+    blocks: int
+    per_token: float
+    gated: bool = False
+    dense: float | None = None
+
+    def rows(self, parts: int) -> float:
+        """Rows of all groups, where a block is cut in `parts`."""
+        return self.tokens * self.per_token * parts
+
+    def tile_rows(self, given: dict[str, Any]) -> float:
+        """Rows in tiles, padding included: half a tile for each group that is in use."""
+        groups = given["E"] * given["B"]
+        return self.rows(given["PARTS"]) + groups * given["TILE_ROWS"] / 2
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations; bytes that cross the L2 cache; bytes that come from or go to memory, if the cache kept nothing."""
+
+    operations: float
+    cached: float
+    memory: float
+
+
+_ITEM = 2  # bytes, of half precision
+
+
+def work_of(launch: Launch, load: Load) -> Work | None:
+    """What a launch does; None where it only counts or adds, which its launch outweighs."""
+    count = _COUNTS.get(launch.name)
+    return None if count is None else count(launch.given, load)
+
+
+def _columns(given: dict[str, Any], load: Load) -> Work:
+    read = load.hidden * load.dim * _ITEM
+    return Work(load.hidden * load.dim, read, read)
+
+
+def _route(given: dict[str, Any], load: Load) -> Work:
+    products = 3 if given["SPLIT"] else 1
+    read = load.tokens * load.dim * _ITEM + load.tokens / given["TOKENS"] * (given["KP"] + given["BP"]) * load.dim * 4
+    pairs = load.tokens * (given["BP"] * load.blocks + given["KP"] * load.experts) * 8  # ranks, by comparing all
+    return Work(2 * products * load.tokens * load.dim * (given["KP"] + given["BP"]) + pairs, read, read)
+
+
+def _fill(given: dict[str, Any], load: Load) -> Work:
+    gates = load.tokens * given["E"] ** 2 / 2 * 4
+    slots = load.rows(given["PARTS"]) * 8
+    return Work(load.tokens * given["E"] * given["B"] * 10, gates + slots, slots)
+
+
+def _ffn(given: dict[str, Any], load: Load) -> Work:
+    rows, width, dim = load.tile_rows(given), given["M"], load.dim
+    banks, backward = 2 + load.gated, given["BACKWARD"]
+    tiles = rows / given["TILE_ROWS"]
+    # Backward: keys again and their gradients spread, values the other way.
+    products = 2 * banks - 1 if backward else banks
+    read = tiles * products * width * dim * _ITEM + rows * (1 + backward) * dim * _ITEM
+    written = load.rows(given["PARTS"]) * (dim + (banks * width if backward else 0)) * _ITEM
+    weights = banks * (load.experts + 1) * load.hidden * dim * _ITEM
+    tokens = (1 + backward) * load.tokens * dim * _ITEM
+    return Work(2 * products * rows * width * dim, read + written, weights + tokens + written)
+
+
+def _combine(given: dict[str, Any], load: Load) -> Work:
+    parts = given["G"] // given["E"] // load.blocks
+    moved = (load.rows(parts) + load.tokens) * load.dim * _ITEM
+    return Work(load.rows(parts) * load.dim, moved, moved)
+
+
+def _weights(given: dict[str, Any], load: Load) -> Work:
+    matrices, rows, width = 2 + load.gated, load.rows(given["PARTS"]), given["M"]
+    slices = math.ceil(load.dim / given["BLOCK_D"]), math.ceil(width / given["BLOCK_H"])
+    read = rows * (width * slices[0] + load.dim * slices[1]) * _ITEM * matrices
+    written = matrices * (load.experts + 1) * load.hidden * load.dim * _ITEM
+    channels = matrices * rows * width * _ITEM
+    return Work(2 * matrices * rows * width * load.dim, read + written, channels + written)
+
+
+def _gate_gradients(given: dict[str, Any], load: Load) -> Work:
+    read = load.tokens * load.dim * _ITEM + load.rows(given["PARTS"]) * 4
+    return Work(2 * load.tokens * load.dim * given["EP"], read, read)
+
+
+def _route_backward(given: dict[str, Any], load: Load) -> Work:
+    moved = load.tokens * (load.dim * _ITEM + (load.experts + 1) * 12)
+    return Work(6 * load.tokens * load.dim * given["KP"], moved, moved)
+
+
+_COUNTS: dict[str, Callable[[dict[str, Any], Load], Work]] = {
+    "columns_kernel": _columns,
+    "route_kernel": _route,
+    "_fill_kernel": _fill,
+    "ffn_kernel": _ffn,
+    "combine_kernel": _combine,
+    "weight_grad_kernel": _weights,
+    "gate_grad_kernel": _gate_gradients,
+    "route_backward_kernel": _route_backward,
+    "route_weight_kernel": _route_backward,
+}

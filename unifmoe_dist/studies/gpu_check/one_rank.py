@@ -30,7 +30,7 @@ def check(record: Record) -> None:
     d, h, k, b, n = SIZES["vision"] if record.on_card else TINY
     config = UniFMoEConfig(d, h, k, b)
     for dispatcher in ("alltoall", "tutel"):
-        for kind in TOLERANCE:
+        for kind in TOLERANCE if record.on_card else ("fp32",):  # the interpreter is slow
             with record.attempt(f"{dispatcher}, {kind}"), device.quiet_tiles(), device.kernels():
                 _compare(record, dispatcher, kind, config, n)
 
@@ -52,8 +52,6 @@ def _compare(record: Record, dispatcher: str, kind: str, config: UniFMoEConfig, 
     except UserError as error:  # its library is missing
         raise LeftOut(str(error)) from error
     spread.load_state_dict(copy.deepcopy(local.state_dict()))
-    if dispatcher == "tutel" and not record.on_card and dtype != torch.float32:
-        raise LeftOut("Tutel's CPU kernels take float32 and float64 only")
     x = torch.randn(tokens, config.model_dim).to(where, dtype)
     errors = differences(passes(spread, x), passes(local, x))
     worst = max(errors, key=lambda value: errors[value])

@@ -124,9 +124,10 @@ def ffn_tile(
 
     A block of WIDTH channels has PARTS parts of M, the last perhaps shorter; B counts the parts of all blocks.
     """
-    read, more_read, (shared_values, values) = weights
+    read, more_read, spread = weights
     shared_keys, keys, shared_key_bias, key_bias = read
     shared_linear_keys, linear_keys, shared_linear_bias, linear_bias = more_read
+    shared_values, values = spread
     grad_y, hidden, grad_pre, grad_linear, grad_gate, grad_bias, grad_linear_bias = beside
     rows, tile_group, tile_count = plan
     group = tl.load(tile_group + tile)

@@ -88,6 +88,9 @@ class Tuner(Autotuner):
                 del self.cache[key]
 
     def check_disk_cache(self, tuning_key, configs, bench_fn):
+        if len(configs) == 1:  # which Triton 3.5 would time, and keep
+            self.cache[tuning_key] = configs[0]
+            return True
         try:
             return super().check_disk_cache(tuning_key, configs, bench_fn)
         except (ValueError, KeyError, TypeError, OSError):  # no JSON, other fields, or an unreadable or full disk

@@ -28,16 +28,14 @@ HALF = torch.bfloat16
 @pytest.fixture(autouse=True)
 def nothing_yet(monkeypatch):
     """As in a process in which nothing has happened."""
-    monkeypatch.setattr(kept._Everything, "stepped", False)
-    kept._Everything.by_weight.clear()
+    kept._Everything.optimisers.clear()
+    kept._Everything.by_holder.clear()
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """As on a GPU in training: nobody looks at the weights themselves, and an optimiser of torch has stepped."""
-    monkeypatch.setattr(kept, "_sample", lambda weight: None)
-    monkeypatch.setattr(kept._Everything, "stepped", True)
-    monkeypatch.setattr(kept, "_can_tell", lambda weight, training: training and kept._Everything.stepped)
+    """As on a GPU: nobody looks at the weights themselves."""
+    monkeypatch.setattr(kept, "_kind", lambda weight: "cuda")
 
 
 def bank(gated=False, bias=True):
@@ -109,6 +107,14 @@ def test_weights_are_cast_once_a_step(reentrant, gated, monkeypatch):
     assert counted.counts[(3, 64, 32)] == counted.counts[(1, 64, 32)] == matrices * 4 * 2
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_weights_are_cast_once_a_step_on_a_gpu(reentrant, gpu):
+    """But for passes without gradients, of which reentrant checkpointing has one a micro-batch."""
+    counted = Casts()
+    train(2, reentrant, counted=counted)
+    assert counted.counts[(3, 64, 32)] == counted.counts[(1, 64, 32)] == 2 * (4 * reentrant + 1)
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_results_are_those_of_casts_in_every_call(gated, monkeypatch):
     got = train(3, gated=gated)
@@ -172,6 +178,18 @@ def in_place(experts):
         experts.values.mul_(2)
 
 
+def trained(experts):
+    """A bank, the optimiser of torch that has stepped it, and gradients that have arrived since."""
+    optimizer = torch.optim.SGD(experts.parameters(), lr=0.01)
+    for steps in (True, False):
+        copies(experts)
+        for parameter in experts.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        if steps:
+            optimizer.step()
+    return experts, optimizer
+
+
 CHANGES = {
     "in place": in_place,
     "new storage": lambda e: setattr(e.values, "data", e.values.data + 1),
@@ -188,39 +206,136 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_weights_are_cast_anew(change, gpu):
-    experts = bank(gated=True)
+    experts, optimizer = trained(bank(gated=True))
     assert is_kept(experts)
     CHANGES[change](experts)
+    assert_fresh(experts)
+
+
+def assert_fresh(experts):
+    """What a pass takes is of the weights as they are."""
     for name, tensor in copies(experts).items():
-        assert torch.equal(tensor.flatten(), getattr(experts, name).to(HALF).flatten()), name
-    assert is_kept(experts)
+        if tensor is not None:
+            assert torch.equal(tensor.flatten(), getattr(experts, name).to(HALF).flatten()), name
+    assert torch.equal(experts.kept_prototypes(), experts.prototypes())
 
 
-def test_writes_that_raise_no_version_are_seen_on_the_cpu():
+def writes(name, *index):
+    def write(experts):
+        getattr(experts, name).data[index] = 7
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        writes("values"),
+        writes("keys", 1, 300),  # one channel, such as pruning clears
+        writes("values", 2, slice(None), 5),
+        writes("key_bias", 77),
+        lambda experts: experts.keys.detach().numpy().__setitem__((0, 511), 7),
+    ],
+)
+def test_writes_that_raise_no_version_are_seen_on_the_cpu(write):
+    """Before, one channel of a large matrix could change unseen, with the copies and prototypes as they were."""
+    experts = BlockExperts(4, 256, 512, 4, "silu", True)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter)
+    copies(experts), experts.kept_prototypes()
+    write(experts)
+    assert_fresh(experts)
+
+
+def test_every_single_weight_of_a_small_bank_is_looked_at():
     experts = bank()
-    copies(experts)
-    experts.values.data.mul_(2)
-    assert torch.equal(copies(experts)["values"], experts.values.to(HALF))
+    copies(experts), experts.kept_prototypes()
+    experts.keys.data[1, 17, 23] += 1
+    assert_fresh(experts)
 
 
-def test_nothing_is_kept_on_a_gpu_in_evaluation_or_before_an_optimiser_has_stepped(gpu, monkeypatch):
+def test_weights_can_be_swapped_while_something_is_kept_of_them():
+    """`torch.utils.swap_tensors` refuses tensors to which there is a weak reference, which was ours."""
+    experts = bank()
+    copies(experts), experts.kept_prototypes()
+    torch.utils.swap_tensors(experts.keys, nn.Parameter(experts.keys.detach() * 2))
+    assert_fresh(experts)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        experts.load_state_dict({name: t * 2 for name, t in experts.state_dict().items()})
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert_fresh(experts)
+
+
+def test_on_a_gpu_something_is_kept_in_training_alone_of_what_an_optimiser_has_stepped(gpu):
     """A loop may update weights by hand through .data, and an evaluation exchange them so: nothing tells."""
-    monkeypatch.setattr(kept._Everything, "stepped", False)
-    experts = bank()
-    assert not is_kept(experts)
-    step_of(torch.optim.SGD, lr=0.1)(bank())
-    assert is_kept(experts) and not is_kept(experts.eval())
+    other, _ = trained(bank())
+    assert not is_kept(bank())
+    experts, optimizer = trained(bank())
+    assert is_kept(experts)
+    with torch.no_grad():
+        assert not is_kept(experts)
+    assert not is_kept(experts.eval())
+    del optimizer
+    assert not is_kept(experts.train())
+
+
+def backward(experts):
+    sum(t.float().square().sum() for t in copies(experts).values() if t is not None).backward()
+
+
+def by_hand(experts):
+    for parameter in experts.parameters():
+        parameter.data -= 0.1 * parameter.grad
+        parameter.grad = None
+
+
+def perturbed(experts):
+    """As minimisers of sharpness do."""
+    for parameter in experts.parameters():
+        parameter.data.add_(parameter.grad)
+    experts.zero_grad()
+
+
+def average(experts):
+    for parameter in experts.parameters():
+        parameter.data.lerp_(torch.ones_like(parameter), 0.1)
+
+
+@pytest.mark.parametrize("change", [by_hand, perturbed])
+def test_gradients_that_are_taken_away_tell_of_changes_on_a_gpu(change, gpu):
+    """Before, once any optimiser had stepped, such loops trained on what the weights had been at their start."""
+    experts, optimizer = trained(bank())
+    optimizer.step()
+    optimizer.zero_grad()
+    for _ in range(3):
+        assert_fresh(experts)
+        backward(experts)
+        change(experts)
+    assert_fresh(experts)
+
+
+@pytest.mark.parametrize("gradients", [torch.enable_grad, torch.no_grad])
+def test_averages_that_are_taken_through_data_are_seen_on_a_gpu(gradients, gpu):
+    """A teacher in training mode, in a process in which the student's optimiser steps."""
+    student, optimizer = trained(bank())
+    teacher = copy.deepcopy(student).requires_grad_(False)
+    for _ in range(2):
+        with gradients():
+            assert_fresh(teacher)
+        average(teacher)
 
 
 def test_an_address_that_is_taken_again_is_another_weight(gpu):
     """An allocator gives the memory of a weight that is gone to the one that follows."""
-    experts = bank()
+    experts, optimizer = trained(bank())
     copies(experts)
-    seen = kept._Everything.by_weight[experts.keys][f"copies in {HALF}"][0][0]
+    seen = kept._Everything.by_holder[experts][f"copies in {HALF}"][0][0]
     place = experts.keys.data_ptr()
     buffer = torch.frombuffer(bytearray(1 << 16), dtype=torch.float32)[: experts.keys.numel()]
     experts.keys.data = buffer.view_as(experts.keys)
-    object.__setattr__(seen, "place", (experts.keys.data_ptr(), *seen.place[1:]))
+    object.__setattr__(seen, "place", kept._place(experts.keys))
     assert place != experts.keys.data_ptr() and not seen.holds(experts.keys)
 
 
@@ -246,9 +361,9 @@ def test_a_step_lets_go_of_the_copies():
     made = copies(experts)
     sum(t.float().sum() for t in made.values() if t is not None).backward()
     optimizer = torch.optim.SGD(experts.parameters(), lr=0.1)
-    optimizer.register_step_pre_hook(lambda *_: held.append(len(kept._Everything.by_weight)))
+    optimizer.register_step_pre_hook(lambda *_: held.append(len(kept._Everything.by_holder)))
     optimizer.step()
-    assert held == [0] and len(kept._Everything.by_weight) == 0
+    assert held == [0] and len(kept._Everything.by_holder) == 0
 
 
 def test_copies_go_with_their_weights_and_travel_with_nobody():
@@ -258,12 +373,12 @@ def test_copies_go_with_their_weights_and_travel_with_nobody():
     torch.save(copy.deepcopy(experts), file)
     file.seek(0)
     again = torch.load(file, weights_only=False)
-    assert len(kept._Everything.by_weight) == 1 and list(again.state_dict()) == list(experts.state_dict())
+    assert len(kept._Everything.by_holder) == 1 and list(again.state_dict()) == list(experts.state_dict())
     assert torch.equal(copies(again)["keys"], copies(experts)["keys"])
-    assert len(kept._Everything.by_weight) == 2
+    assert len(kept._Everything.by_holder) == 2
     again.to(torch.float64)
     del experts
-    assert len(kept._Everything.by_weight) == 0
+    assert len(kept._Everything.by_holder) == 0
 
 
 def test_a_pass_of_inference_leaves_what_training_can_use():
@@ -327,7 +442,7 @@ def test_tracers_leave_nothing_behind():
     torch.func.grad(lambda x: (copies(experts)["keys"].float() * x).sum())(torch.tensor(1.0))
     torch.func.functional_call(experts, {"keys": experts.keys * 2}, (torch.ones(1),), {"use": lambda e, x: copies(e)})
     torch.compile(lambda x: x * copies(experts)["keys"], backend="eager")(torch.ones(1))
-    assert len(kept._Everything.by_weight) == 0
+    assert len(kept._Everything.by_holder) == 0
     assert copies(experts)["keys"].dtype == HALF
 
 

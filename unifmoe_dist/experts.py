@@ -161,7 +161,7 @@ class BlockExperts(Lender):
         return list(AsCopies.apply(copies, *given.values()))
 
     def _apply(self, fn: Any, recurse: bool = True) -> BlockExperts:
-        forget(self.parameters())  # where the weights go to, they may not have to be kept
+        forget(self)  # where the weights go to, they may not have to be kept
         return super()._apply(fn, recurse)
 
     def by_expert(self, bias: Tensor | None) -> Tensor | None:

@@ -2,10 +2,13 @@
 
 A weight has changed with its place in memory or its version, which every write in place raises except one through
 `.data`. Some optimisers write so, and engines that copy an optimiser's result into the weights: therefore a step of any
-optimiser of torch drops everything, before it (its peak of memory is not the time to hold copies) and after it. On the
-CPU a sample of the weights is compared too. On a GPU that would wait for the device, so there things are kept in
-training alone, and once an optimiser of torch has stepped: before, who changes weights is unknown, and in evaluation
-they may be exchanged, for their averages say, by whoever asks nobody.
+optimiser of torch drops everything, before it (its peak of memory is not the time to hold copies) and after it.
+
+On the CPU a sample of the weights is compared too, one of every row; those of small matrices all. On a GPU that would
+wait for the device, so there things are kept in training alone, in passes with gradients, of weights that an optimiser
+of torch has stepped and that still is there: who changes others is unknown, averages of weights say, or in evaluation.
+And nothing serves a second pass, but a recomputation, unless the weights have gradients: a loop that steps by hand, or
+perturbs weights for a pass, takes those away.
 
 Nothing is kept where weights come and go (FSDP, ZeRO 3), of what is no plain parameter, for a tracer or a transform,
 nor in the capture of a CUDA graph, whose replays must make it of the weights as they are then.
@@ -14,21 +17,21 @@ nor in the capture of a CUDA graph, whose replays must make it of the weights as
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from unifmoe_dist.eager import in_transform
 
 Made = TypeVar("Made")
 
-_SAMPLES = 512  # so many weights, about, tell whether any were changed behind autograd's back
+_ALL_OF = 1 << 15  # so many weights are compared wholly, to tell whether any were changed behind autograd's back
 _TRACERS = (
     torch._C._TorchDispatchModeKey.FAKE,
     torch._C._TorchDispatchModeKey.PROXY,
@@ -37,10 +40,11 @@ _TRACERS = (
 
 
 class _Everything:
-    """All that is kept, by the first of the weights that it is made of, with which it goes, and by name."""
+    """All that is kept, by the first of the modules whose the weights are, with which it goes, and by name."""
 
-    by_weight: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-    stepped = False  # whether an optimiser of torch has since something was to be kept
+    by_holder: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()  # a weight may be swapped for another
+    optimisers: WeakValueDictionary[int, Optimizer] = WeakValueDictionary()
+    """Which has stepped a weight on a GPU, by the weight's id; it holds its weights, so ids stay theirs."""
 
 
 def kept(name: str, weights: Sequence[Any], make: Callable[[], Made], *holders: nn.Module) -> Made | None:
@@ -50,7 +54,7 @@ def kept(name: str, weights: Sequence[Any], make: Callable[[], Made], *holders: 
         name: What is made, of those weights.
         weights: Parameters.
         make: Called without gradients, in no mode of inference.
-        holders: Modules whose they are.
+        holders: Modules whose they are, one at least.
     """
     if torch.compiler.is_compiling():
         return None
@@ -60,22 +64,21 @@ def kept(name: str, weights: Sequence[Any], make: Callable[[], Made], *holders: 
         return None
     if _traced() or _captured(weights[0]):
         return None
-    of_weight = _Everything.by_weight.setdefault(weights[0], {})
-    seen, made = of_weight.get(name, ((), None))
+    of_holder = _Everything.by_holder.setdefault(holders[0], {})
+    seen, made = of_holder.get(name, ((), None))
     if len(seen) != len(weights) or not all(s.holds(w) for s, w in zip(seen, weights, strict=True)):
-        of_weight.pop(name, None)  # its memory serves what takes its place
+        of_holder.pop(name, None)  # its memory serves what takes its place
         made = None  # here too
         with torch.inference_mode(False), torch.no_grad():
             seen = [_Seen.of(weight) for weight in weights]
             made = make()
-        of_weight[name] = seen, made
+        of_holder[name] = seen, made
     return made
 
 
-def forget(weights: Iterable[Tensor]) -> None:
-    """Keep nothing that is made of these weights."""
-    for weight in weights:
-        _Everything.by_weight.pop(weight, None)
+def forget(holder: nn.Module) -> None:
+    """Keep nothing that is made of a module's weights."""
+    _Everything.by_holder.pop(holder, None)
 
 
 def _comes_and_goes(holder: nn.Module) -> bool:
@@ -87,9 +90,14 @@ def _can_tell(weight: Any, training: bool) -> bool:
     """Whether a change of the weight would be noticed."""
     if type(weight) is not nn.Parameter or hasattr(weight, "ds_status"):
         return False
-    if weight.is_cuda:
-        return training and _Everything.stepped and not weight.is_inference()
-    return weight.is_cpu and weight.is_contiguous()
+    if _kind(weight) == "cuda":
+        trained = training and torch.is_grad_enabled() and not weight.is_inference()
+        return trained and id(weight) in _Everything.optimisers
+    return _kind(weight) == "cpu" and weight.is_contiguous()
+
+
+def _kind(weight: Tensor) -> str:
+    return weight.device.type
 
 
 def _traced() -> bool:
@@ -121,33 +129,45 @@ class _Seen:
     def holds(self, weight: Tensor) -> bool:
         if self.storage.cdata != weight.untyped_storage()._cdata or self.place != _place(weight):
             return False
+        if _kind(weight) == "cuda" and weight.grad is None and torch._C._current_graph_task_id() == -1:
+            return False  # between steps that an optimiser takes, only the first pass is one without
         sample = _sample(weight)
         return sample is None or self.sample is not None and torch.equal(self.sample, sample)
 
 
 def _place(weight: Tensor) -> tuple[int, ...]:
-    """Where a weight is, its version, and on a GPU the stream that may read what is made of it."""
+    """Which and where a weight is, its version, and on a GPU the stream that may read what is made of it."""
     stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
-    return weight.data_ptr(), 0 if weight.is_inference() else weight._version, stream
+    return id(weight), weight.data_ptr(), 0 if weight.is_inference() else weight._version, stream
 
 
 def _sample(weight: Tensor) -> Tensor | None:
-    """Some of the weights, spread evenly; None where a look at them would wait for a device."""
-    if not weight.is_cpu:
+    """Some of the weights, of every row and column; None where a look at them would wait for a device."""
+    if _kind(weight) != "cpu":
         return None
-    return weight.detach().view(-1)[:: weight.numel() // _SAMPLES | 1]  # odd, not to keep to few columns
+    # One less than a row: no row falls between two of them, and the column is another one in each.
+    apart = max(weight.shape[-1] - 1, 1) if weight.ndim > 1 and weight.numel() > _ALL_OF else 1
+    return weight.detach().view(-1)[::apart]
 
 
 @functools.cache
 def _listen() -> None:
-    register_optimizer_step_pre_hook(_optimiser_steps)
-    register_optimizer_step_post_hook(_optimiser_steps)
+    register_optimizer_step_pre_hook(_before_a_step)
+    register_optimizer_step_post_hook(_after_a_step)
 
 
-def _optimiser_steps(*_: Any) -> None:
+def _before_a_step(*_: Any) -> None:
     if not torch.compiler.is_compiling():  # a compiled step raises the versions of what it writes
-        _Everything.stepped = True
-        _Everything.by_weight.clear()
+        _Everything.by_holder.clear()
+
+
+def _after_a_step(optimiser: Optimizer, *_: Any) -> None:
+    _before_a_step()
+    if not torch.compiler.is_compiling():
+        for group in optimiser.param_groups:
+            for weight in group["params"]:
+                if _kind(weight) == "cuda" and _Everything.optimisers.get(id(weight)) is not optimiser:
+                    _Everything.optimisers[id(weight)] = optimiser
 
 
 class AsCopies(torch.autograd.Function):

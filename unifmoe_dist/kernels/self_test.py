@@ -19,6 +19,7 @@ from torch import Tensor
 
 from unifmoe_dist.eager import not_compiled
 from unifmoe_dist.experts import ExpertWeights
+from unifmoe_dist.kernels import tile_sizes
 from unifmoe_dist.kernels.dropout import HiddenDropout
 from unifmoe_dist.kernels.exchange import TorchPacking
 from unifmoe_dist.kernels.exchange_trial import Rank, journey
@@ -43,13 +44,13 @@ class _FFN:
     dropout: bool
     shared: bool
     tile_rows: int
+    overflows: bool
 
     def __str__(self) -> str:
         kind = f"{'gated ' if self.gated else ''}block-sparse experts"
         more = f"{' with dropout' if self.dropout else ''}{' beside a shared one' if self.shared else ''}"
-        return (
-            f"{kind} of width {self.dim} and blocks of {self.width} in {self.dtype}{more}, {self.tile_rows} rows a tile"
-        )
+        rows = f"{self.tile_rows} rows a tile{', more than a workspace' if self.overflows else ''}"
+        return f"{kind} of width {self.dim} and blocks of {self.width} in {self.dtype}{more}, {rows}"
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ _said = True
 
 def ffn_works(x: Tensor, weights: ExpertWeights, dropout: bool = False, shared: bool = False) -> bool:
     """Whether `triton_block_ffn` agrees with plain torch on x's device: for the widths and types of `weights`, in the
-    tiles that (N, D) tokens x take, with dropout of hidden channels or without, beside a shared expert or without.
+    tiles that (N, D) tokens x take, with dropout of hidden channels or without, beside a shared expert or without, and
+    where they may need more tiles than the workspace holds, with the launch that computes those.
     """
     from unifmoe_dist.kernels.triton.workspace import tile_rows
 
@@ -95,7 +97,9 @@ def ffn_works(x: Tensor, weights: ExpertWeights, dropout: bool = False, shared: 
     bias, gated = weights.key_bias is not None, weights.gate_keys is not None
     rows = tile_rows(x.device, dtype, x.shape[0], experts + shared)
     width = hidden // weights.num_blocks
-    case = _FFN(x.device, dtype, dim, width, weights.activation, bias, gated, dropout, shared, rows)
+    sizes = x.shape[0], dim, width, weights.num_blocks, experts + shared, rows, dtype.itemsize
+    overflows = tile_sizes.overflows(*sizes, shared, gated)
+    case = _FFN(x.device, dtype, dim, width, weights.activation, bias, gated, dropout, shared, rows, overflows)
     return _proven(case, TOLERANCE[dtype], _compare_ffn)
 
 
@@ -140,10 +144,13 @@ def unsaid() -> Iterator[None]:
 
 
 def _compare_ffn(case: _FFN) -> list[tuple[Tensor, Tensor]]:
-    """Output and gradients of Triton and of plain torch, of two experts of two blocks, and perhaps a shared one."""
+    """Output and gradients of Triton and of plain torch, of experts of two blocks, and perhaps a shared one.
+
+    What overflows passes through the smallest workspace, of three tiles; four experts fill it more than twice.
+    """
     from unifmoe_dist.kernels.triton import ffn
 
-    experts, hidden = 2, 2 * case.width
+    experts, hidden = 4 if case.overflows else 2, 2 * case.width
     draw = _Draw(case.device, case.dtype)
     x, banks = draw(_TOKENS, case.dim), []
     for count in (1, experts) if case.shared else (experts,):
@@ -156,7 +163,7 @@ def _compare_ffn(case: _FFN) -> list[tuple[Tensor, Tensor]]:
     dropout = HiddenDropout(0.3, seed) if case.dropout else None
 
     def fused(x: Tensor, gates: Tensor, *banks: ExpertWeights) -> Tensor:
-        options = ffn.TritonOptions(tile_rows=case.tile_rows)
+        options = ffn.TritonOptions(workspace_bytes=0 if case.overflows else None, tile_rows=case.tile_rows)
         shared = banks[0] if case.shared else None
         return ffn.triton_block_ffn(x, gates, chosen, banks[-1], shared, options=options, dropout=dropout)
 

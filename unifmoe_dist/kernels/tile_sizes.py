@@ -54,3 +54,21 @@ def held_tiles(tokens: int, blocks: int, experts: int, rows: int, most: int, aff
     """
     typical = math.ceil(2 * blocks * tokens / rows) + experts * blocks
     return min(most, max(3, min(typical, affordable)))
+
+
+def overflows(
+    tokens: int, dim: int, width: int, blocks: int, experts: int, rows: int, item: int, shared: bool, gated: bool
+) -> bool:
+    """Whether either pass may need more tiles than its default workspace holds, with `rows` a tile of the forward pass.
+
+    `blocks` of `width` channels, `experts` with the shared one, `item` bytes of the type.
+    """
+    cuts, part = parts(width, item, gated)
+    token = dim * item
+    passes = [(rows, token), (backward_tile_rows(rows, item), token + (2 + gated) * part * item)]
+    for tile, row_bytes in passes:
+        most = max_tiles(tokens, blocks * cuts, experts, tile, shared)
+        affordable = workspace_bytes(tokens, token) // (row_bytes * tile)
+        if held_tiles(tokens, blocks * cuts, experts, tile, most, affordable) < most:
+            return True
+    return False

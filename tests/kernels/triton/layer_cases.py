@@ -19,7 +19,7 @@ from tests.support.triton import (
 )
 from unifmoe_dist import UniFMoELayer
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.kernels import block_ffn, reference_block_ffn, select, self_test, use_kernels
+from unifmoe_dist.kernels import block_ffn, reference_block_ffn, select, self_test, tile_sizes, use_kernels
 from unifmoe_dist.kernels.triton import ffn as triton_ffn
 from unifmoe_dist.kernels.triton import overflow, plan, weight_gradients, workspace
 from unifmoe_dist.kernels.triton import routing as triton_routing
@@ -180,6 +180,36 @@ def test_trial_finds_a_faulty_kernel(fault, monkeypatch):
     monkeypatch.setattr(self_test, "_verdicts", {})
     with pytest.warns(UserWarning, match="Triton is not used for block-sparse experts"):
         assert not self_test.ffn_works(random(4, 48), bank(2, 48, 64, 2).weights())
+
+
+def test_trial_finds_a_faulty_overflow(monkeypatch):
+    """It decides where more tiles may be needed than the workspace holds, and nowhere else."""
+    few, many = ((random(n, 48), bank(e, 48, 64, 2).weights()) for n, e in ((4, 2), (200, 8)))
+    monkeypatch.setattr(self_test, "_verdicts", {})
+    assert self_test.ffn_works(*many)
+
+    def faulty(space, plan, given, choices):  # one tile is lost
+        overflow.launch_overflow(space, replace(plan, num_tiles=plan.num_tiles - 1), given, choices)
+
+    monkeypatch.setattr(triton_ffn, "launch_overflow", faulty)
+    monkeypatch.setattr(self_test, "_verdicts", {})
+    with pytest.warns(UserWarning, match="32 rows a tile, more than a workspace: ArithmeticError"):
+        assert not self_test.ffn_works(*many)
+    assert self_test.ffn_works(*few)
+
+
+@pytest.mark.parametrize("tokens,experts", [(4, 2), (200, 3), (200, 8), (3000, 6)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_trial_knows_what_overflows(tokens, experts, dtype):
+    """From sizes alone, as the launches of either pass decide."""
+    x, weights = random(tokens, 48, dtype=dtype), bank(experts, 48, 64, 2, dtype=dtype).weights()
+    shape = LaunchShape(x, torch.ones(tokens, experts), weights.keys, 2, TritonOptions())
+    sizes = tokens, 48, 32, 2, experts, shape.tile_rows, dtype.itemsize
+    item, fillings = dtype.itemsize, []
+    for row_bytes in (48 * item, (48 + 2 * 32) * item):
+        fillings.append(workspace.Workspace(x, shape, row_bytes).fillings)
+        shape.tile_rows = tile_sizes.backward_tile_rows(shape.tile_rows, item)
+    assert tile_sizes.overflows(*sizes, False, False) == any(fillings)
 
 
 def test_trial_finds_wrong_counts(monkeypatch):

@@ -5,8 +5,10 @@ No device is here: a stand-in runs on "capture" and runs again on "replay", into
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
+import threading
 import warnings
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -299,6 +301,59 @@ def test_what_cannot_be_captured_runs_eagerly_and_is_said_once(how, reason, agai
         got = trained(True, hidden_dropout=0.2)
     assert not again.replayed and len([w for w in said if "cuda_graphs" in str(w.message)]) == 1
     assert_same(got, trained(False, hidden_dropout=0.2))
+
+
+def test_replicas_of_data_parallel_run_eagerly(again):
+    """Their weights are no parameters, and others in every pass: a graph gave those no gradients."""
+    layer, plain = make(), make(False)
+
+    def replica(module):
+        made = module._replicate_for_data_parallel()
+        for name, part in module._modules.items():
+            made._modules[name] = replica(part)
+        for name, parameter in module._parameters.items():
+            setattr(made, name, parameter * 1)
+        return made
+
+    with pytest.warns(UserWarning, match="use DistributedDataParallel"):
+        for number in range(4):
+            for one in (layer, plain):
+                replica(one)(tokens(seed=number)).square().sum().backward()
+    assert not again.captured
+    assert_same([p.grad for p in layer.parameters()], [p.grad for p in plain.parameters()])
+
+
+def test_threads_that_evaluate_a_layer_do_not_meet_in_its_graph(again):
+    """Before, one replayed with the tokens of another."""
+    layer, plain, wrong = make().eval(), make(False).eval(), []
+    turn, capture = threading.Barrier(2, timeout=0.2), again.capture
+
+    def slow(place, run):
+        replay, made = capture(place, run)
+
+        def both():
+            with contextlib.suppress(threading.BrokenBarrierError):
+                turn.wait()  # both have copied their tokens, if both may
+            replay()
+
+        return both, made
+
+    again.capture = slow
+
+    def evaluate(seed):
+        with torch.no_grad():
+            if not torch.equal(layer(tokens(seed=seed)), plain(tokens(seed=seed))):
+                wrong.append(seed)
+
+    for seed in range(3):
+        evaluate(seed)
+    turn.reset()
+    threads = [threading.Thread(target=evaluate, args=(seed,)) for seed in (3, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and again.replayed == 3
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

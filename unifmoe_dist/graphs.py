@@ -5,14 +5,15 @@ kernels. Tokens are copied into a graph and its output out of it, so nobody hold
 writes. A graph reads weights where they are: steps of an optimiser need no new one, weights elsewhere drop all.
 
 What a graph cannot repeat runs eagerly, beside it: a second pass before the backward pass of the first, activation
-checkpointing, hooks inside the layer, tracers. Experts on other ranks, whose exchange waits for the device, never are
-captured.
+checkpointing, hooks inside the layer, tracers. Experts on other ranks, whose exchange waits for the device, and
+replicas of nn.DataParallel never are captured.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import warnings
 import weakref
 from collections import Counter
@@ -109,6 +110,7 @@ class LayerGraphs:
     def __init__(self) -> None:
         self.drop()
         self.failure: str | None = None
+        self._one_at_a_time = threading.RLock()  # threads that evaluate one layer write into the same graph
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerGraphs:
         return LayerGraphs()
@@ -131,9 +133,23 @@ class LayerGraphs:
         if reason := self.failure or _obstacle(layer, parameters):
             _say_once(f"cuda_graphs changes nothing in a layer of width {x.shape[1]}: {reason}.")
             return function(x, mask)
+        with self._one_at_a_time:
+            repeated = self._repeat(layer, function, x, mask, parts, parameters)
+        return function(x, mask) if repeated is None else repeated
+
+    def _repeat(
+        self,
+        layer: Any,
+        function: Pass,
+        x: Tensor,
+        mask: Tensor | None,
+        parts: Sequence[nn.Module],
+        parameters: Sequence[nn.Parameter],
+    ) -> Tensor | None:
+        """The pass by a graph; None where there is none for it."""
         with_gradients = torch.is_grad_enabled()
         if not x.shape[0] or _watched(parts) or (layer.training and not with_gradients):
-            return function(x, mask)
+            return None
         self._check_weights([*parameters, *(b for part in parts for b in part._buffers.values() if b is not None)])
         trained = [p for p in parameters if p.requires_grad] if with_gradients else []
         differentiated = with_gradients and (x.requires_grad or bool(trained))
@@ -146,7 +162,7 @@ class LayerGraphs:
             whole = _Whole(layer, function)
             made = self._capture(key, layer.usage, whole, x, mask, trained if differentiated else None)
         if made is None or made.awaited():
-            return function(x, mask)
+            return None
         return made(x, mask, trained)
 
     def _check_weights(self, tensors: Iterable[Tensor]) -> None:
@@ -323,6 +339,8 @@ def _obstacle(layer: Any, parameters: Iterable[Tensor]) -> str | None:
     for part in (layer, layer.router, layer.shared, layer.experts):
         if bare(part) is not part:
             return "it has adapters, which decide in Python what they add; merge them first"
+        if getattr(part, "_is_replica", False):
+            return "nn.DataParallel gives it other weights in every pass; use DistributedDataParallel"
         if getattr(part, "_is_fsdp_managed_module", False) or hasattr(part, "_hf_hook"):
             return "its weights are sharded or offloaded between passes"
     if any(hasattr(p, "ds_status") for p in parameters):

@@ -10,6 +10,7 @@ import math
 WIDEST = {2: 256, 4: 128}
 """Channels of a block held in registers, by bytes of the type; half as many of gated experts, which have two each."""
 WORKSPACE_BYTES = 256 * 2**20
+MOST_FILLINGS = 512
 
 
 def parts(width: int, item: int, gated: bool) -> tuple[int, int]:
@@ -50,10 +51,12 @@ def workspace_bytes(tokens: int, row_bytes: int) -> int:
 def held_tiles(tokens: int, blocks: int, experts: int, rows: int, most: int, affordable: int) -> int:
     """Tiles in a workspace, of the `most` and as many as it affords: rows for 2 blocks of all blocks a token.
 
-    At least three where there may be more, since what it does not hold at once passes through it by thirds.
+    At least three where there may be more, since what it does not hold at once passes through it by thirds, and so
+    many that no more than `MOST_FILLINGS` pass: their tickets are counted in 32 bits.
     """
     typical = math.ceil(2 * blocks * tokens / rows) + experts * blocks
-    return min(most, max(3, min(typical, affordable)))
+    least = max(3, math.ceil(3 * most / MOST_FILLINGS))
+    return min(most, max(least, min(typical, affordable)))
 
 
 def overflows(

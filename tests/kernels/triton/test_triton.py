@@ -21,7 +21,7 @@ from tests.kernels.triton.triton_compile import SHARED_MEMORY, compiled_launches
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer, kept
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts
-from unifmoe_dist.kernels import HiddenDropout, use_kernels
+from unifmoe_dist.kernels import HiddenDropout, tile_sizes, use_kernels
 
 pytest.importorskip("triton")
 
@@ -222,6 +222,14 @@ def test_forward_kernels_do_not_spill(tokens, dim, hidden, experts, blocks, gate
     kernels = compiled_launches(forward, 90)
     assert {"route_kernel", "ffn_kernel", "overflow_kernel", "combine_kernel"} <= {k.name for k in kernels}
     assert {k.name: k.stack for k in kernels if k.stack} == {}
+
+
+def test_fillings_are_few():
+    """A workspace that somebody bounds does not make more tickets than 32 bits count."""
+    most = tile_sizes.max_tiles(2**20, 16, 64, 16, True)
+    held = tile_sizes.held_tiles(2**20, 16, 64, 16, most, affordable=1)
+    assert most / (held // 3) < 520 and tile_sizes.held_tiles(100, 2, 2, 16, 30, affordable=1) == 3
+    assert tile_sizes.held_tiles(100, 2, 2, 16, 2, affordable=1) == 2
 
 
 class _Device:

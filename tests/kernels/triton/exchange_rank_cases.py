@@ -22,8 +22,13 @@ def packed_by_triton(rank, world, ranks, function, *args):
         return function(rank, world, *args)
 
 
+SLOW = pytest.mark.slow  # ranks that interpret; they run with -m slow
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("world,ranks", [(1, [0]), (2, [0, 1]), (2, [1]), (4, [0, 1, 2, 3])])
+@pytest.mark.parametrize(
+    "world,ranks", [(2, [1]), *(pytest.param(*case, marks=SLOW) for case in [(1, [0]), (2, [0, 1]), (4, [0, 1, 2, 3])])]
+)
 def test_random_shapes(world, ranks):
     """Widths, blocks and experts that are no multiples of anything, ranks without tokens, plain and gated experts."""
     examples = 8 // world
@@ -31,8 +36,10 @@ def test_random_shapes(world, ranks):
     assert all(results)
 
 
-@pytest.mark.parametrize("ranks", [[0, 1], [0]])
-@pytest.mark.parametrize("counts,case", [([3, 4], "nan"), ([0, 6], "plain"), ([4, 4], "skewed")])
+@pytest.mark.parametrize("ranks", [[0, 1], pytest.param([0], marks=SLOW)])
+@pytest.mark.parametrize(
+    "counts,case", [([3, 4], "nan"), ([0, 6], "plain"), pytest.param([4, 4], "skewed", marks=SLOW)]
+)
 def test_the_same_bits_whatever_packs(counts, case, ranks):
     """Outputs and every gradient, against ranks that all pack in plain torch."""
     function, given = test_expert_parallel.sharded_step, ("alltoall", counts, case)
@@ -48,10 +55,12 @@ def test_backward_passes_that_could_leave_a_rank_waiting(function):
     assert all(run_ranks(2, packed_by_triton, [0, 1], function, "alltoall"))
 
 
+@SLOW
 def test_activation_checkpointing():
     assert all(run_ranks(2, packed_by_triton, [0, 1], test_exchange.two_layers, "alltoall", False, True))
 
 
+@SLOW
 def test_half_precision():
     assert all(run_ranks(2, packed_by_triton, [0, 1], test_expert_parallel.half_precision, "alltoall"))
 

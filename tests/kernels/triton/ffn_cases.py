@@ -63,7 +63,7 @@ def check_ffn(x, gates, blocks, experts, shared=None, options=None, tolerance=2e
         assert error(g, w) < tolerance
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     n=st.integers(0, 20),
     e=st.integers(1, 3),
@@ -114,7 +114,10 @@ def test_ffn_dropout(rate, tiles, with_shared, first):
     check_ffn(x, gates, blocks, experts, shared if with_shared else None, options, tolerance, dropout)
 
 
-@pytest.mark.parametrize("dtype,tolerance", [(torch.bfloat16, 3e-2), (torch.float16, 4e-3), (torch.float32, 2e-5)])
+@pytest.mark.parametrize(
+    "dtype,tolerance",
+    [(torch.bfloat16, 3e-2), pytest.param(torch.float16, 4e-3, marks=pytest.mark.slow), (torch.float32, 2e-5)],
+)
 @pytest.mark.parametrize(  # one tile, three tiles, and wider than registers hold
     "block,gated",
     [(32, False), (192, False), (288, False), (32, True), (96, True), (192, True), (300, False), (150, True)],

@@ -38,6 +38,7 @@ else:
         for path in sorted(HERE.glob("*_cases.py"))
         for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
     ]
+    COMMAND = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow"]
     PARTS = 4  # they run beside each other, and none of them for minutes
 
     @pytest.mark.timeout(900)
@@ -45,7 +46,7 @@ else:
     def test_cases_in_the_interpreter(part):
         """In its own process: Triton decides at import whether it interprets, and others here use the compiler."""
         run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *CASES[part::PARTS]],
+            [*COMMAND, *CASES[part::PARTS]],
             cwd=HERE,
             env={**os.environ, "TRITON_INTERPRET": "1"},
             capture_output=True,

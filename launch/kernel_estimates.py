@@ -12,19 +12,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unifmoe_dist.files import write_text
+from unifmoe_dist.studies.kernel_estimates.cases import CARDS, LOADS
 from unifmoe_dist.train.cli import run_main
 from unifmoe_dist.train.options import OptionParser
 
 
 def main(arguments: Sequence[str]) -> None:
-    from unifmoe_dist.studies.kernel_estimates.estimate import CARDS, LOADS, lines
-    from unifmoe_dist.studies.kernel_estimates.page import HEAD, section
-
     parser = OptionParser("kernel_estimates.py", description=__doc__)
     parser.add_argument("--cards", nargs="+", choices=sorted(CARDS), default=list(CARDS), help="cards to predict for")
     parser.add_argument("--shapes", nargs="+", choices=sorted(LOADS), default=list(LOADS), help="shapes of the layer")
     parser.add_argument("--output", type=Path, help="file for the page; without it, it is printed")
     options = parser.parse_args(arguments)
+    from unifmoe_dist.studies.kernel_estimates.estimate import lines
+    from unifmoe_dist.studies.kernel_estimates.page import HEAD, section
+
     parts = [HEAD]
     for card in options.cards:
         for shape in options.shapes:

@@ -10,16 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from unifmoe_dist.studies.kernel_estimates.cases import CARDS, LOADS, Load
 from unifmoe_dist.studies.kernel_estimates.compiled import Compiled, Launch
-from unifmoe_dist.studies.kernel_estimates.estimate import (
-    CARDS,
-    LOADS,
-    floor_microseconds,
-    lines,
-    programs_per_processor,
-)
+from unifmoe_dist.studies.kernel_estimates.estimate import floor_microseconds, lines, programs_per_processor
 from unifmoe_dist.studies.kernel_estimates.page import section
-from unifmoe_dist.studies.kernel_estimates.work import Load, work_of
+from unifmoe_dist.studies.kernel_estimates.work import work_of
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]

@@ -14,56 +14,14 @@ import torch
 
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.kernels import use_kernels
+from unifmoe_dist.studies.kernel_estimates.cases import Card, Load
 from unifmoe_dist.studies.kernel_estimates.compiled import Compiled, Launch, compiled, on_device, recorded
-from unifmoe_dist.studies.kernel_estimates.work import Load, work_of
+from unifmoe_dist.studies.kernel_estimates.work import work_of
 
 LAUNCH = 2.0  # microseconds between two kernels of a CUDA graph
 DENSE_RATE = 0.56  # of the peak; a dense FFN of 16,384 tokens on an H200 (DESIGN: 0.495 ms)
 TRITON_RATE = 0.8  # of what dense layers reach, by Triton's products
 MEMORY_RATE = 0.85
-
-
-@dataclass(frozen=True)
-class Card:
-    """A card's data sheet.
-
-    Args:
-        name: Its name.
-        architecture: Ten times its compute capability.
-        processors: Streaming multiprocessors.
-        peak: Half-precision products with float32 sums, operations per second, dense.
-        memory: Bytes per second from memory.
-        cache_rate: Bytes per second across the L2 cache; no data sheet has it, microbenchmarks do.
-        cache: Bytes of the L2 cache.
-        shared_memory: Bytes that a program may have.
-        per_processor: Bytes of shared memory of a multiprocessor.
-        threads: Threads of a multiprocessor.
-    """
-
-    name: str
-    architecture: int
-    processors: int
-    peak: float
-    memory: float
-    cache_rate: float
-    cache: float
-    shared_memory: int
-    per_processor: int
-    threads: int
-
-
-CARDS = {
-    "h200": Card("H200", 90, 132, 989e12, 4.8e12, 5.5e12, 50e6, 227 * 1024, 228 * 1024, 2048),
-    "h100": Card("H100 SXM", 90, 132, 989e12, 3.35e12, 5.5e12, 50e6, 227 * 1024, 228 * 1024, 2048),
-    "rtx3090": Card("RTX 3090", 86, 82, 71e12, 0.936e12, 2.5e12, 6e6, 99 * 1024, 100 * 1024, 1536),
-}
-LOADS = {
-    "vision": Load(12608, 384, 1536, 6, 8, 9.15, dense=83.0),
-    "language": Load(4096, 1024, 4096, 16, 16, 21.9, dense=124.0),
-    "language-16k": Load(16384, 1024, 4096, 16, 16, 21.9, dense=495.0),
-    "gated": Load(4096, 1024, 2816, 16, 16, 21.9, gated=True),
-}
-"""C_B of the first three is that of DESIGN.md, section 5; the gated layer is taken to route alike."""
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from unifmoe_dist.studies.kernel_estimates.estimate import (
-    DENSE_RATE,
-    LAUNCH,
-    TRITON_RATE,
-    Card,
-    Line,
-    floor_microseconds,
-)
-from unifmoe_dist.studies.kernel_estimates.work import Load
+from unifmoe_dist.studies.kernel_estimates.cases import Card, Load
+from unifmoe_dist.studies.kernel_estimates.estimate import DENSE_RATE, LAUNCH, TRITON_RATE, Line, floor_microseconds
 
 HEAD = f"""# Kernel estimates
 

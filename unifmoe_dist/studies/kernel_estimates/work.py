@@ -10,41 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from unifmoe_dist.studies.kernel_estimates.cases import Load
 from unifmoe_dist.studies.kernel_estimates.compiled import Launch
-
-
-@dataclass(frozen=True)
-class Load:
-    """A layer's shape and what its router decides.
-
-    Args:
-        tokens: N.
-        dim: D.
-        hidden: H.
-        experts: K.
-        blocks: B.
-        per_token: C_B, selected blocks of all experts, mean over tokens.
-        gated: Whether experts have a second bank of keys.
-        dense: Microseconds of a dense FFN of this shape, forward, on an H200, where measured.
-    """
-
-    tokens: int
-    dim: int
-    hidden: int
-    experts: int
-    blocks: int
-    per_token: float
-    gated: bool = False
-    dense: float | None = None
-
-    def rows(self, parts: int) -> float:
-        """Rows of all groups, where a block is cut in `parts`."""
-        return self.tokens * self.per_token * parts
-
-    def tile_rows(self, given: dict[str, Any]) -> float:
-        """Rows in tiles, padding included: half a tile for each group that is in use."""
-        groups = given["E"] * given["B"]
-        return self.rows(given["PARTS"]) + groups * given["TILE_ROWS"] / 2
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from unifmoe_dist.kernels.triton.dropout import keep, row_keys
 from unifmoe_dist.kernels.triton.ffn_products import TILES, add_bias, gather_product, spread_product
-from unifmoe_dist.kernels.triton.math import activate, activation_slope, expert_pointer
+from unifmoe_dist.kernels.triton.math import activate, activation_slope, expert_pointer, part_channels
 from unifmoe_dist.kernels.triton.tuning import tuned
 
 
@@ -138,8 +138,7 @@ def ffn_tile(
     gate = tl.load(gates + token.to(tl.int64) * E + expert, mask=valid, other=0.0)[:, None]
     if DROPOUT:
         gate = gate * SCALE
-    start_channel = (block // PARTS) * WIDTH + (block % PARTS) * M  # of the expert's
-    limit = tl.minimum(WIDTH - (block % PARTS) * M, M)
+    start_channel, limit = part_channels(block, PARTS, WIDTH, M)
     HIDDEN: tl.constexpr = B // PARTS * WIDTH
     EVEN: tl.constexpr = (SUB * NUM_SUB == M) and (PARTS * M == WIDTH)
     k = expert_pointer(shared_keys, keys, expert, HIDDEN * D, HAS_SHARED) + start_channel * D

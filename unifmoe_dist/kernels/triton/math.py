@@ -56,6 +56,14 @@ def expert_pointer(shared, residual, expert, stride, HAS_SHARED: tl.constexpr):
 
 
 @triton.jit
+def part_channels(block, PARTS: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr):
+    """First channel, of its expert's, and number of channels of a part: of PARTS of a block of WIDTH channels each has
+    M, the last perhaps fewer."""
+    before = (block % PARTS) * M
+    return (block // PARTS) * WIDTH + before, tl.minimum(WIDTH - before, M)
+
+
+@triton.jit
 def _tanh(x):
     # No hyperbolic function exists on every version; exp of a negative number cannot overflow.
     e = tl.exp(-2.0 * tl.abs(x))

@@ -35,6 +35,7 @@ from unifmoe_dist.kernels.triton.weight_gradients import (
     WEIGHT_TILES,
     bias_grad_tile,
     pick,
+    pick_outs,
     weight_grad_tile,
 )
 from unifmoe_dist.kernels.triton.workspace import LaunchShape, Workspace
@@ -237,9 +238,7 @@ def overflow_kernel(
                             matrix = part // (CUTS * COLUMNS)
                             channel = (part // COLUMNS % CUTS) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
                             column = (part % COLUMNS) * BLOCK_W + tl.arange(0, BLOCK_W)[None, :]
-                            outs = (shared_out_0, pick(matrix, (out_0, out_1, out_2)))
-                            if HAS_SHARED:
-                                outs = (pick(matrix, (shared_out_0, shared_out_1, shared_out_2)), outs[1])
+                            shared_outs = (shared_out_0, shared_out_1, shared_out_2)
                             carried = carry + (filling % 2 * MATRICES + matrix).to(tl.int64) * (M * D)
                             carry_on = carry + ((filling + 1) % 2 * MATRICES + matrix).to(tl.int64) * (M * D)
                             weight_grad_tile(
@@ -249,7 +248,7 @@ def overflow_kernel(
                                 here,
                                 pick(matrix, (channels_0, channels_1, channels_2)),
                                 pick(matrix, (source_0, source_1, source_2)),
-                                outs,
+                                pick_outs(matrix, shared_outs, (out_0, out_1, out_2), HAS_SHARED),
                                 (carried, carry_on),
                                 rows,
                                 tile_count,
@@ -269,15 +268,12 @@ def overflow_kernel(
                             )
                     elif BIASES > 0:
                         projection = part - MATRICES * CUTS * COLUMNS
-                        outs = (shared_bias_out_0, pick(projection, (bias_out_0, bias_out_1, bias_out_1)))
-                        if HAS_SHARED:
-                            shared_outs = (shared_bias_out_0, shared_bias_out_1, shared_bias_out_1)
-                            outs = (pick(projection, shared_outs), outs[1])
+                        shared_bias_outs = (shared_bias_out_0, shared_bias_out_1, shared_bias_out_1)
                         bias_grad_tile(
                             group,
                             here,
                             pick(projection, (partial_0, partial_1, partial_1)),
-                            outs,
+                            pick_outs(projection, shared_bias_outs, (bias_out_0, bias_out_1, bias_out_1), HAS_SHARED),
                             (
                                 bias_carry + (filling % 2 * BIASES + projection) * M,
                                 bias_carry + ((filling + 1) % 2 * BIASES + projection) * M,
@@ -347,7 +343,7 @@ def launch_overflow(workspace: Workspace, plan: Plan, given: dict[str, Any], cho
     planned = {name: getattr(plan, name) for name in names}
     sizes = dict(n=shape.n, held_tiles=workspace.tiles, max_fillings=workspace.fillings)
     own = dict(workspace=workspace.rows, total=workspace.total, out=workspace.output)
-    tiles = _tiles(x, shape) | dict(BLOCK_C=min(512, power_of_two(shape.dim)), TOKENS=16)
+    tiles = _tiles(x, shape) | dict(BLOCK_C=shape.combined_columns, TOKENS=16)
     counts = dict(MATRICES=0, BIASES=0, MP=power_of_two(shape.width))
     arguments = NOTHING_KEPT | NO_GRADIENTS | planned | sizes | own | counts | given | choices | tiles
     overflow_kernel[(_programs(x.device),)](**arguments)
@@ -358,7 +354,7 @@ def _tiles(x: Tensor, shape: LaunchShape) -> dict[str, int]:
     block_k, block_d, warps, stages = TILES.of(x.dtype, x.device)[0]
     block_w, block_r, _, _ = WEIGHT_TILES.of(x.dtype, x.device)[0]
     own = dict(BLOCK_K=block_k, BLOCK_D=block_d, num_warps=warps, num_stages=stages)
-    return own | dict(BLOCK_W=block_w, BLOCK_R=block_r, BLOCK_H=min(128, power_of_two(shape.width, 16)))
+    return own | dict(BLOCK_W=block_w, BLOCK_R=block_r, BLOCK_H=shape.gradient_channels)
 
 
 def _programs(device: torch.device) -> int:

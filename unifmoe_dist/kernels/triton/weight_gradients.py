@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unifmoe_dist.kernels.triton.math import dot, expert_pointer, power_of_two
+from unifmoe_dist.kernels.triton.math import dot, expert_pointer, part_channels, power_of_two
 from unifmoe_dist.kernels.triton.plan import Plan
 from unifmoe_dist.kernels.triton.tuning import Candidates, tuned
 from unifmoe_dist.kernels.triton.workspace import Workspace
@@ -74,8 +74,7 @@ def weight_grad_tile(
     low, high, before, after, something = _rows_here(group_tiles, group, low_tile, high_tile)
     if something:
         expert, block = group // B, group % B
-        limit = tl.minimum(WIDTH - (block % PARTS) * M, M)
-        start_channel = (block // PARTS) * WIDTH + (block % PARTS) * M
+        start_channel, limit = part_channels(block, PARTS, WIDTH, M)
         inside = (channel < limit) & (column < D)
         end = low * TILE_ROWS
         if low < high:
@@ -123,7 +122,8 @@ def bias_grad_tile(
     if something:
         channel = tl.arange(0, MP)
         expert, block = group // B, group % B
-        inside = channel < tl.minimum(WIDTH - (block % PARTS) * M, M)
+        start_channel, limit = part_channels(block, PARTS, WIDTH, M)
+        inside = channel < limit
         acc = tl.zeros((MP,), tl.float32)
         if CARRY:
             carried, carry_on = carry
@@ -133,8 +133,7 @@ def bias_grad_tile(
             here = partial + (tile - low_tile + first_row // TILE_ROWS) * M + channel[None, :]
             acc += tl.sum(tl.load(here, mask=(tile < high) & (channel < M)[None, :], other=0.0), 0)
         shared_out, out = outs
-        to = expert_pointer(shared_out, out, expert, B // PARTS * WIDTH, HAS_SHARED)
-        to += (block // PARTS) * WIDTH + (block % PARTS) * M
+        to = expert_pointer(shared_out, out, expert, B // PARTS * WIDTH, HAS_SHARED) + start_channel
         if CARRY:
             tl.store(carry_on + channel, acc, mask=inside & after)
             inside = inside & (after == 0)
@@ -146,6 +145,15 @@ def pick(index, three):
     """One of three pointers of a kind."""
     first, second, third = three
     return tl.where(index == 0, first, tl.where(index == 1, second, third))
+
+
+@triton.jit
+def pick_outs(index, shared, residual, HAS_SHARED: tl.constexpr):
+    """Where gradients of one of three kinds of weights go: those of the shared expert, if any, and of the others."""
+    if HAS_SHARED:
+        return pick(index, shared), pick(index, residual)
+    else:
+        return shared[0], pick(index, residual)
 
 
 @tuned(("BLOCK_D", "BLOCK_R"), WEIGHT_TILES)
@@ -187,9 +195,7 @@ def weight_grad_kernel(
     group = tl.program_id(0) // CUTS
     channel = (tl.program_id(0) % CUTS) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    outs = (shared_out_0, pick(matrix, (out_0, out_1, out_2)))
-    if HAS_SHARED:
-        outs = (pick(matrix, (shared_out_0, shared_out_1, shared_out_2)), pick(matrix, (out_0, out_1, out_2)))
+    shared_outs = (shared_out_0, shared_out_1, shared_out_2)
     kept = (carry, carry)
     if CARRY:
         kept = (carry, carry + matrix.to(tl.int64) * (M * D))
@@ -200,7 +206,7 @@ def weight_grad_kernel(
         (0, held_tiles, 0),
         pick(matrix, (channels_0, channels_1, channels_2)),
         pick(matrix, (source_0, source_1, source_2)),
-        outs,
+        pick_outs(matrix, shared_outs, (out_0, out_1, out_2), HAS_SHARED),
         kept,
         rows,
         tile_count,
@@ -242,10 +248,7 @@ def bias_grad_kernel(
 ):
     """`bias_grad_tile` of the workspace's first tiles, for up to two projections."""
     projection = tl.program_id(1)
-    outs = (shared_bias_out_0, pick(projection, (bias_out_0, bias_out_1, bias_out_1)))
-    if HAS_SHARED:
-        shared_outs = (shared_bias_out_0, shared_bias_out_1, shared_bias_out_1)
-        outs = (pick(projection, shared_outs), outs[1])
+    shared_outs = (shared_bias_out_0, shared_bias_out_1, shared_bias_out_1)
     kept = (bias_carry, bias_carry)
     if CARRY:
         kept = (bias_carry, bias_carry + projection * M)
@@ -253,7 +256,7 @@ def bias_grad_kernel(
         tl.program_id(0),
         (0, held_tiles, 0),
         pick(projection, (partial_0, partial_1, partial_1)),
-        outs,
+        pick_outs(projection, shared_outs, (bias_out_0, bias_out_1, bias_out_1), HAS_SHARED),
         kept,
         group_tiles,
         B,
@@ -320,8 +323,7 @@ class WeightGradients:
             group_tiles=plan.group_tiles, held_tiles=space.tiles, HAS_SHARED=self.has_shared, CARRY=space.fillings > 0
         )
         if self.counts["MATRICES"]:
-            height = min(128, power_of_two(shape.width, 16))
-            parts = triton.cdiv(shape.width, height) * groups
+            parts = triton.cdiv(shape.width, shape.gradient_channels) * groups
             weight_grad_kernel[lambda meta: (parts, triton.cdiv(shape.dim, meta["BLOCK_D"]), self.counts["MATRICES"])](
                 **self.matrices,
                 **common,
@@ -329,7 +331,7 @@ class WeightGradients:
                 rows=plan.rows,
                 tile_count=plan.tile_count,
                 D=shape.dim,
-                BLOCK_H=height,
+                BLOCK_H=shape.gradient_channels,
                 PRECISION=shape.precision,
             )
         if self.counts["BIASES"]:

@@ -66,6 +66,9 @@ class LaunchShape:
         self.limit = default if options.workspace_bytes is None else options.workspace_bytes
         self.precision = precision(x.dtype)
         self.shared = shared
+        # Channels and columns of a program that sums over rows, whichever launch has it.
+        self.gradient_channels = min(128, power_of_two(self.width, 16))
+        self.combined_columns = min(512, power_of_two(self.dim))
 
     def _tile_rows(self, x: Tensor) -> int:
         return tile_rows(x.device, x.dtype, self.n, self.experts)
@@ -123,7 +126,7 @@ class Workspace:
     def combine(self, plan: Plan, gates: Tensor, shared_value_bias: Tensor | None, value_bias: Tensor | None) -> None:
         """Sum the rows that are in it, and the value biases."""
         shape = self.shape
-        block_d = min(512, power_of_two(shape.dim))
+        block_d = shape.combined_columns
         combine_kernel[(shape.n, triton.cdiv(shape.dim, block_d))](
             self.rows,
             gates,

@@ -52,7 +52,7 @@ def trainer_warms_up(rank, world, folder):
     ):
         trainer = Trainer(make_config(folder), ranks, Path(folder))
         states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]
-        trainer._one_step.warm_up(lambda: trainer.batches._batches.sample(0))
+        trainer._one_step.warm_up(lambda: trainer.batches.source.sample(0))
         assert torch.equal(states[0], torch.get_rng_state()) and random.getstate() == states[1]
         assert (np.random.get_state()[1] == states[2]).all()
     return [(type(model).__name__, numbers, dtype) for model, numbers, dtype in asked]

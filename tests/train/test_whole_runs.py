@@ -42,7 +42,7 @@ def passed_on(rank, world, folder):
         trainer.train_step()
         deepspeed.cpu_adam([{"params": [torch.nn.Parameter(torch.ones(1))]}], OptimConfig())
     compiling.announced = announced
-    first = [index for step in range(trainer.epoch_steps) for index in trainer.batches.indices(0, step)]
+    first = [index for step in range(trainer.epoch_steps) for index in trainer.batches.source.indices(0, step)]
     return trainer.epoch_steps, told, built, len(first) - len(set(first))
 
 

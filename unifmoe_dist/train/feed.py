@@ -57,7 +57,7 @@ class Feed(Generic[Given]):
     """
 
     def __init__(self, batches: Iterable[Given], device: torch.device) -> None:
-        self._batches = iter(batches)
+        self.source = iter(batches)
         self.device = device
         self._stream = CopyStream(device) if device.type == "cuda" else None
         self._ahead: deque[Callable[[], Given]] = deque()
@@ -70,7 +70,7 @@ class Feed(Generic[Given]):
     def _start(self, stream: CopyStream) -> Callable[[], Given]:
         """Start the next batch; the result gives it, or raises what reading it raised, when its turn has come."""
         try:
-            moved, there = stream.start(next(self._batches))
+            moved, there = stream.start(next(self.source))
         except Exception as error:  # StopIteration, too
             failure = error
 
@@ -90,7 +90,7 @@ class Feed(Generic[Given]):
 
     def __next__(self) -> Given:
         if self._stream is None:
-            return to_device(next(self._batches), self.device)
+            return to_device(next(self.source), self.device)
         self.fetch()
         return self._ahead.popleft()()
 
@@ -103,19 +103,19 @@ class TrainFeed:
     """
 
     def __init__(self, batches: TrainBatches, device: torch.device) -> None:
-        self._batches, self.device = batches, device
+        self.source, self.device = batches, device
         self._feed: Feed[Batch] | None = None
         self._position = 0  # of the batch that the feed gives next, in micro-batches from step 0
 
     def step(self, step: int) -> Iterator[Batch]:
         """This rank's micro-batches at `step` (from 0); one that has been given already is read again, aside."""
-        count = self._batches.micro_batches
+        count = self.source.micro_batches
         first = step * count
         if self.device.type != "cuda" or self._feed is not None and first < self._position:
-            yield from Feed(self._batches.step(step), self.device)
+            yield from Feed(self.source.step(step), self.device)
             return
         if self._feed is None or first != self._position:
-            following = itertools.chain.from_iterable(map(self._batches.step, itertools.count(step)))
+            following = itertools.chain.from_iterable(map(self.source.step, itertools.count(step)))
             self._feed, self._position = Feed(following, self.device), first
         for _ in range(count):
             batch = next(self._feed)
@@ -130,4 +130,4 @@ class TrainFeed:
     def close(self) -> None:
         """Drop what is on its way, and end the processes that read ahead."""
         self._feed = None
-        self._batches.close()
+        self.source.close()

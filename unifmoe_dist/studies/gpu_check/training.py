@@ -28,12 +28,11 @@ from unifmoe_dist.studies.gpu_check.record import NOTE, LeftOut, Record, one_lin
 RESUMED_WITHIN = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
 """Of a loss: attention's backward pass may add up in another order each time."""
 LOOP = "a plain loop"
-_INTERPRETED = {"digits": ("fp32",), "deit-s": ("bf16", "fp16")}  # formats without a card: the interpreter is slow
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained: images (N, C, S, S), labels (N,), a ViT, and for how long."""
+    """What is trained: images (N, C, S, S), labels (N,), a ViT, and for how long; without a card, also how."""
 
     images: Tensor
     labels: Tensor
@@ -44,6 +43,8 @@ class Job:
     steps: int
     batch: int
     lr: float
+    interpreted: tuple[str, ...] = ()  # number formats without a card, where the interpreter is slow
+    looped: bool = False  # without a card in a plain loop, so that both ways run there
 
     @property
     def stop(self) -> int:
@@ -55,9 +56,9 @@ class Job:
 
 
 def check(record: Record, name: str) -> None:
-    job = _digits(record) if name == "digits" else _deit(record)
-    train, how = _trainer(record) if record.on_card or name == "digits" else (by_loop, LOOP)
-    for precision in RESUMED_WITHIN if record.on_card else _INTERPRETED[name]:
+    job = JOBS[name](record)
+    train, how = _trainer(record) if record.on_card or not job.looped else (by_loop, LOOP)
+    for precision in RESUMED_WITHIN if record.on_card else job.interpreted:
         with record.attempt(f"{name}, {precision}"), device.quiet_tiles(), _all_triton():
             if precision == "fp16" and not record.on_card:
                 raise LeftOut("fp16 needs a card")
@@ -187,7 +188,7 @@ def _digits(record: Record) -> Job:
         images = patterns[labels] + torch.randn(len(labels), 1, 8, 8, generator=generator)
     if record.on_card:
         return Job(images, labels, lambda: Vit(8, 1, 2, 64, 6, 4, 10), (3, 5), 6, 8, steps=80, batch=80, lr=1e-3)
-    return Job(images[:4], labels[:4], lambda: Vit(8, 1, 4, 16, 2, 2, 10), (1,), 2, 4, steps=2, batch=4, lr=1e-3)
+    return Job(images[:4], labels[:4], lambda: Vit(8, 1, 4, 16, 2, 2, 10), (1,), 2, 4, 2, 4, 1e-3, ("fp32",))
 
 
 def _deit(record: Record) -> Job:
@@ -198,7 +199,11 @@ def _deit(record: Record) -> Job:
     if record.on_card:
         build: Any = lambda: Vit(224, 3, 16, 384, 12, 6, 10)  # noqa: E731
         return Job(images, labels, build, (8, 10), 6, 8, steps=12, batch=64, lr=3e-4)
-    return Job(images, labels, lambda: Vit(8, 3, 4, 16, 2, 2, 10), (1,), 2, 4, steps=2, batch=4, lr=1e-3)
+    tiny = lambda: Vit(8, 3, 4, 16, 2, 2, 10)  # noqa: E731
+    return Job(images, labels, tiny, (1,), 2, 4, 2, 4, 1e-3, ("bf16", "fp16"), looped=True)
+
+
+JOBS = {"digits": _digits, "deit-s": _deit}
 
 
 class Vit(nn.Module):

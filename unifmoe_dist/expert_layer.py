@@ -65,7 +65,10 @@ class ExpertLayer(nn.Module, Generic[Config]):
     Args:
         config: Shape of the layer.
         expert_group: Ranks over which the experts are sharded, contiguously in rank order; None keeps all here.
-        dispatcher: "auto" (local on one rank, else alltoall), "local", "alltoall" or "tutel" (needs the tutel extra).
+        dispatcher: "auto" (local on one rank, two_level between nodes with several ranks each, else alltoall), "local",
+            "alltoall", "two_level" or "tutel" (needs the tutel extra).
+        ranks_per_node: Ranks of expert_group on each node; None finds out from the names of hosts.
+        dispatch_chunks: Parts in which a rank's tokens travel, so that one travels while another is computed.
 
     Attributes:
         experts: The experts that this rank holds, from the global index `first_expert` on.
@@ -74,7 +77,8 @@ class ExpertLayer(nn.Module, Generic[Config]):
         auxiliary_weight: Weight of `auxiliary_loss()` beside the task loss.
 
     Raises:
-        UserError: num_experts is not divisible by the size of expert_group, or this rank is not in it.
+        UserError: num_experts is not divisible by the size of expert_group, or this rank is not in it; nodes differ in
+            their number of ranks.
     """
 
     config_type: ClassVar[type[ExpertLayerConfig]] = ExpertLayerConfig
@@ -86,7 +90,14 @@ class ExpertLayer(nn.Module, Generic[Config]):
     rank_sums: ClassVar[tuple[str, ...]] = ()
     """Names of buffers to which every rank adds what its own tokens give."""
 
-    def __init__(self, config: Config, expert_group: ExpertGroup = None, dispatcher: str = "auto") -> None:
+    def __init__(
+        self,
+        config: Config,
+        expert_group: ExpertGroup = None,
+        dispatcher: str = "auto",
+        ranks_per_node: int | None = None,
+        dispatch_chunks: int = 1,
+    ) -> None:
         super().__init__()
         self.config = config
         expert_group = as_group(expert_group)
@@ -106,7 +117,7 @@ class ExpertLayer(nn.Module, Generic[Config]):
             self.experts.share = ExpertShare(expert_group, self.first_expert, local, config.num_experts)
             note_parameters(self.experts.parameters(), self.experts.share)
             leave_bank_alone(self.experts)
-        self.dispatcher = make_dispatcher(dispatcher, expert_group)
+        self.dispatcher = make_dispatcher(dispatcher, expert_group, ranks_per_node, dispatch_chunks)
         self.usage = Usage()
         self.auxiliary_weight = 0.0
 

@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from unifmoe_dist.config import UniFMoEConfig
-from unifmoe_dist.dispatch import limit_load
+from unifmoe_dist.dispatch import Arrivals, limit_load
 from unifmoe_dist.eager import called_by, not_compiled
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import ExpertLayer
 from unifmoe_dist.expert_share import ExpertGroup
 from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.graphs import LayerGraphs
-from unifmoe_dist.kernels import block_ffn, masks_in_place, route_tokens, shared_and_residual_ffn
+from unifmoe_dist.kernels import HiddenDropout, block_ffn, masks_in_place, route_tokens, shared_and_residual_ffn
 from unifmoe_dist.lending import bare
 from unifmoe_dist.profiling import profile_range
 from unifmoe_dist.routing import Router, Routing
@@ -33,8 +33,11 @@ class UniFMoELayer(ExpertLayer[UniFMoEConfig]):
         config: Shape of the layer.
         expert_group: Ranks over which the residual experts are sharded, contiguously in rank order; None keeps all
             here.
-        dispatcher: "auto" (local on one rank, else alltoall), "local", "alltoall" or "tutel" (needs the tutel extra).
+        dispatcher: "auto" (local on one rank, two_level between nodes with several ranks each, else alltoall), "local",
+            "alltoall", "two_level" or "tutel" (needs the tutel extra).
         cuda_graphs: Whether passes over shapes that come again are captured as CUDA graphs.
+        ranks_per_node: Ranks of expert_group on each node; None finds out from the names of hosts.
+        dispatch_chunks: Parts in which a rank's tokens travel, so that one travels while another is computed.
 
     Attributes:
         router: The augmented router; `router.weight` is (K + 1, model_dim), row 0 the shared column.
@@ -59,8 +62,10 @@ class UniFMoELayer(ExpertLayer[UniFMoEConfig]):
         expert_group: ExpertGroup = None,
         dispatcher: str = "auto",
         cuda_graphs: bool = False,
+        ranks_per_node: int | None = None,
+        dispatch_chunks: int = 1,
     ) -> None:
-        super().__init__(config, expert_group, dispatcher)
+        super().__init__(config, expert_group, dispatcher, ranks_per_node, dispatch_chunks)
         self.router = Router(config.model_dim, config.num_experts, RouterPolicies.of(config))
         self.shared: BlockExperts = self._make_experts(1)
         self.auxiliary_weight = 0.01
@@ -112,15 +117,17 @@ class UniFMoELayer(ExpertLayer[UniFMoEConfig]):
         with profile_range("shared_experts"):  # needs no exchange: it is computed while tokens travel
             alpha_N1 = routing.shared_demand[:, None]
             output = block_ffn(x, alpha_N1, routing.shared_blocks, shared.weights(), dropout)
-        with profile_range("dispatch"):
-            arrived = exchange.arrivals()
+        exchange.compute(lambda arrived: self._residual(arrived, dropout))
+        with profile_range("combine"):
+            return output + exchange.total()
+
+    def _residual(self, arrived: Arrivals, dropout: HiddenDropout | None) -> Tensor:
+        """Outputs of this rank's experts for (R, D) rows that arrived."""
+        rest = None if dropout is None else dropout.of_experts(1 + arrived.part * self.config.num_experts)
         with profile_range("residual_experts"):
-            rest = None if dropout is None else dropout.of_experts(1)
-            residual = self.experts(
+            return self.experts(
                 arrived.x, use=lambda own, x: block_ffn(x, arrived.gates, arrived.blocks, own.weights(), rest)
             )
-        with profile_range("combine"):
-            return output + exchange.combine(residual)
 
     def route(self, x: Tensor) -> Routing:
         """Routing of x (..., model_dim), over tokens flattened to N, before any capacity limit."""

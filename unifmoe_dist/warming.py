@@ -144,7 +144,7 @@ def _run(layer: ExpertLayer, tokens: int, dtype: torch.dtype | None) -> None:
     ranks = layer.config.num_experts // layer.num_local_experts
     with torch.inference_mode(False), torch.set_grad_enabled(layer.training):
         if isinstance(layer, UniFMoELayer):
-            _run_with_shared(layer, experts, draw(tokens), dropout, ranks)
+            _run_with_shared(layer, experts, draw(tokens), dropout)
         if not (isinstance(layer, UniFMoELayer) and layer.dispatcher.local):
             # How many rows arrive is known to no one. A power of two for each expert has every size of tiles run.
             per_expert = (16, 32, 64, 128)
@@ -155,9 +155,7 @@ def _run(layer: ExpertLayer, tokens: int, dtype: torch.dtype | None) -> None:
                 _backward(block_ffn(x, gates, blocks, experts.weights(), dropout), [x, gates], experts)
 
 
-def _run_with_shared(
-    layer: UniFMoELayer, experts: BlockExperts, x: Tensor, dropout: HiddenDropout | None, ranks: int
-) -> None:
+def _run_with_shared(layer: UniFMoELayer, experts: BlockExperts, x: Tensor, dropout: HiddenDropout | None) -> None:
     """Routing, with a token mask and without, and the experts that are beside the tokens."""
     config = layer.config
     shared = _apart(layer.shared, lambda: layer._make_experts(1))
@@ -171,7 +169,9 @@ def _run_with_shared(
         y = shared_and_residual_ffn(x, routing, shared.weights(), experts.weights(), dropout)
         _backward(y, [x], router, shared, experts)
     else:
-        pack_tokens(x, routing.gates, ~routing.shared_blocks, ranks, [1, 1])
+        for parts, ranks in getattr(layer.dispatcher, "packings", []):
+            own = routing.gates[:, : config.num_experts // parts].contiguous()
+            pack_tokens(x, own, ~routing.shared_blocks, ranks, [1, 1])
         y = block_ffn(x, routing.shared_demand[:, None], routing.shared_blocks, shared.weights(), dropout)
         _backward(y, [x], router, shared)
 

@@ -76,8 +76,8 @@ def tutel_bytes(rank, world):
     dist.all_reduce(capacity, op=dist.ReduceOp.MAX)
     with counting_bytes() as count:
         exchange = TutelDispatcher(dist.group.WORLD).dispatch(x, gates, torch.rand(50, 8) > 0.5)
-        rows = exchange.arrivals()
-        exchange.combine(rows.x * rows.gates.sum(1, keepdim=True)).sum().backward()
+        exchange.compute(lambda rows: rows.x * rows.gates.sum(1, keepdim=True))
+        exchange.total().sum().backward()
     return count.bytes, tutel_volume(traffic, int(capacity)).total
 
 

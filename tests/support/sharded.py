@@ -22,9 +22,9 @@ def whole_layer(config: UniFMoEConfig, seed: int = 1) -> UniFMoELayer:
     return layer
 
 
-def sharded_layer(whole: UniFMoELayer, group: dist.ProcessGroup | None, dispatcher: str) -> UniFMoELayer:
+def sharded_layer(whole: UniFMoELayer, group: dist.ProcessGroup | None, dispatcher: str, **options) -> UniFMoELayer:
     """The weights of `whole`, the experts spread over `group`."""
-    layer = UniFMoELayer(whole.config, expert_group=group, dispatcher=dispatcher)
+    layer = UniFMoELayer(whole.config, expert_group=group, dispatcher=dispatcher, **options)
     layer.router.load_state_dict(whole.router.state_dict())
     for expert in ["shared", *range(whole.config.num_experts)]:
         layer.load_ffn(expert, *whole.ffn_weights(expert))

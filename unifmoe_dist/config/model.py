@@ -70,7 +70,7 @@ class ModelConfig:
     shared_demand: SharedDemand = None
     fixed_experts: CountOrNull = None
     block_choice: BlockChoice = "prototype"
-    dispatcher: Literal["auto", "local", "alltoall", "tutel"] = "auto"
+    dispatcher: Literal["auto", "local", "alltoall", "tutel", "two_level"] = "auto"
     capacity_factor: PositiveOrNull = None
 
     def most_experts(self) -> int:

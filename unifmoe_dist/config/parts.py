@@ -122,6 +122,10 @@ class ParallelConfig:
             the world size and num_experts. auto takes the largest number that does.
         expert_placement: near puts consecutive ranks into one expert-parallel group, so that the all-to-all stays
             inside a node; far strides the groups, so that the all-reduce of expert gradients does instead.
+        ranks_per_node: Ranks on each node, for the exchange between nodes (model.dispatcher two_level, which auto takes
+            where experts are spread over nodes); null finds out from the names of hosts.
+        dispatch_chunks: Parts in which a layer's tokens travel to experts, so that one travels while another is
+            computed; 1 where that does not pay.
         zero_stage: DeepSpeed ZeRO stage; optimiser states of sharded experts are partitioned over their replicas.
         offload_optimizer: Keep optimiser states and master weights in CPU memory and update there (ZeRO 1 and 2).
         precision: Number format of weights and activations.
@@ -134,6 +138,8 @@ class ParallelConfig:
 
     expert_parallel_size: Count | Literal["auto"] = 1
     expert_placement: Literal["near", "far"] = "near"
+    ranks_per_node: Count | None = None
+    dispatch_chunks: Count = 1
     zero_stage: Annotated[Literal[0, 1, 2], BeforeValidator(_below_3)] = 1
     offload_optimizer: bool = False
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"

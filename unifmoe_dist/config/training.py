@@ -111,12 +111,41 @@ class TrainConfig:
             raise UserError(
                 f"model.{name} {slots} is not divisible by parallel.expert_parallel_size {size}; change one of them."
             )
+        self.group_ranks_per_node(world_size)
 
     def expert_parallel_size(self, world_size: int) -> int:
         """Ranks that share one set of residual experts: what was asked for, or what auto means on so many ranks."""
         if self.parallel.expert_parallel_size != "auto":
             return self.parallel.expert_parallel_size
         return gcd(world_size, self._expert_slots()[1]) if method_of(self.model.moe).layer else 1
+
+    def group_ranks_per_node(self, world_size: int) -> int | None:
+        """Ranks of an expert-parallel group on each node by parallel.ranks_per_node; None where that is not given.
+
+        Raises:
+            UserError: nodes of so many ranks do not divide the job, or not its groups alike.
+        """
+        width, size = self.parallel.ranks_per_node, self.expert_parallel_size(world_size)
+        if width is None:
+            return None
+        if world_size % width:
+            raise UserError(
+                f"parallel.ranks_per_node {width} does not divide the world size {world_size}; give the number of "
+                "ranks that each node has."
+            )
+        if self.parallel.expert_placement == "near":
+            inside = min(size, width)
+            fits = size % inside == 0 and width % inside == 0
+        else:
+            stride = world_size // size  # of a group's ranks in the job
+            inside = max(1, width // stride)
+            fits = max(width, stride) % min(width, stride) == 0
+        if not fits:
+            raise UserError(
+                f"parallel.ranks_per_node {width} leaves groups of parallel.expert_parallel_size {size} with different "
+                "numbers of ranks on their nodes; choose a size that divides it, or a multiple of it."
+            )
+        return inside
 
     def _expert_slots(self) -> tuple[str, int]:
         """Experts that a layer has room for, and the option that says so."""

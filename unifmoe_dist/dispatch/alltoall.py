@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unifmoe_dist.dispatch.exchange import AsyncExchange
-from unifmoe_dist.dispatch.protocol import Arrivals, gradient_needs
+from unifmoe_dist.dispatch.protocol import Arrivals, SinglePart, gradient_needs
 from unifmoe_dist.eager import not_compiled
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_share import NOT_PICKLABLE
@@ -39,6 +39,11 @@ class AllToAllDispatcher:
         self.group = group
         self.size = dist.get_world_size(group)
 
+    @property
+    def packings(self) -> list[tuple[int, int]]:
+        """Among how many ranks what share (1 / n) of all experts is packed, as (n, ranks)."""
+        return [(1, self.size)]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> AllToAllDispatcher:
         return self  # a process group cannot be copied, and the dispatcher holds nothing else
 
@@ -55,7 +60,7 @@ class AllToAllDispatcher:
         return AllToAllExchange(self.group, packing, x, gates, blocks)
 
 
-class AllToAllExchange:
+class AllToAllExchange(SinglePart):
     """One journey, once the ranks know what everyone sends.
 
     Args:
@@ -74,11 +79,16 @@ class AllToAllExchange:
 
     @not_compiled
     def arrivals(self) -> Arrivals:
-        return Arrivals(*self.sent.wait())
+        x, gates, blocks = self.sent.wait()
+        return Arrivals(x, gates, blocks)
 
     @not_compiled
-    def combine(self, rows: Tensor) -> Tensor:
-        (total,) = self.home.start(rows).wait()
+    def send_home(self, rows: Tensor) -> None:
+        self.home.start(rows)
+
+    @not_compiled
+    def total(self) -> Tensor:
+        (total,) = self.home.wait()
         return total
 
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
-from unifmoe_dist.dispatch.protocol import Arrivals
+from unifmoe_dist.dispatch.protocol import Arrivals, SinglePart
 
 
-@dataclass(frozen=True)
-class _LocalExchange:
-    rows: Arrivals
+class _LocalExchange(SinglePart):
+    def __init__(self, arrived: Arrivals) -> None:
+        self.arrived = arrived
 
     def arrivals(self) -> Arrivals:
-        return self.rows
+        return self.arrived
 
-    def combine(self, rows: Tensor) -> Tensor:
-        return rows
+    def send_home(self, rows: Tensor) -> None:
+        self.rows = rows
+
+    def total(self) -> Tensor:
+        return self.rows
 
 
 class LocalDispatcher:

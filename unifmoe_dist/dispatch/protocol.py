@@ -1,7 +1,7 @@
 """The dispatcher protocol: tokens go to the ranks that hold their experts, one summed row comes back.
 
 A dispatcher is a small object without parameters. `dispatch` starts the journey and returns an `Exchange`; work that
-needs no exchange (the shared expert) goes between `dispatch` and `Exchange.arrivals`.
+needs no exchange (the shared expert) goes between `dispatch` and `Exchange.compute`.
 
 All ranks of a group run the same forward passes, and the same backward passes: a rank without tokens takes part with
 empty tensors. Which tensors require gradients may differ between ranks; the ranks agree on it in the forward pass.
@@ -9,11 +9,14 @@ empty tensors. Which tensors require gradients may differ between ranks; the ran
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from unifmoe_dist.profiling import profile_range
 
 
 @dataclass(frozen=True)
@@ -24,21 +27,46 @@ class Arrivals:
         x: (R, D) tokens.
         gates: (R, K_local) float32 coefficients of the local experts; 0 where an expert is not active.
         blocks: (R, B) bool, residual blocks to compute.
+        part: Number of these rows among the parts in which an exchange brings its rows.
     """
 
     x: Tensor
     gates: Tensor
     blocks: Tensor
+    part: int = 0
+
+
+Experts = Callable[[Arrivals], Tensor]
+"""Computes (R, D) outputs of the local experts for the rows that arrived."""
 
 
 class Exchange(Protocol):
     """One journey there and back."""
 
+    def compute(self, experts: Experts) -> None:
+        """Call `experts` on the rows sent here, once for each part of them, and start their outputs on the way home."""
+
+    def total(self) -> Tensor:
+        """Wait for this rank's tokens: (N, D), the sums of what the experts computed for each."""
+
+
+class SinglePart:
+    """An exchange whose rows arrive all at once; what carries them is a subclass's."""
+
     def arrivals(self) -> Arrivals:
         """Wait for the rows sent to this rank's experts."""
+        raise NotImplementedError
 
-    def combine(self, rows: Tensor) -> Tensor:
-        """Send (R, D) expert outputs home and sum them per token: (N, D)."""
+    def send_home(self, rows: Tensor) -> None:
+        """Start (R, D) expert outputs on their way home."""
+        raise NotImplementedError
+
+    def compute(self, experts: Experts) -> None:
+        with profile_range("dispatch"):
+            arrived = self.arrivals()
+        rows = experts(arrived)
+        with profile_range("combine"):
+            self.send_home(rows)
 
 
 class Dispatcher(Protocol):

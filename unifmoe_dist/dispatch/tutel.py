@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unifmoe_dist.dispatch.exchange import AsyncExchange
-from unifmoe_dist.dispatch.protocol import Arrivals, gradient_needs
+from unifmoe_dist.dispatch.protocol import Arrivals, SinglePart, gradient_needs
 from unifmoe_dist.eager import not_compiled
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_share import NOT_PICKLABLE
@@ -70,7 +70,7 @@ class TutelDispatcher:
         return _TutelExchange(self, x, gates, blocks, gradient_needs(x, gates, trained))
 
 
-class _TutelExchange:
+class _TutelExchange(SinglePart):
     def __init__(self, dispatcher: TutelDispatcher, x: Tensor, gates: Tensor, blocks: Tensor, needs: list[int]) -> None:
         group, size = dispatcher.group, dispatcher.size
         self.num_experts, self.local, self.num_blocks = gates.shape[1], gates.shape[1] // size, blocks.shape[1]
@@ -101,12 +101,16 @@ class _TutelExchange:
         return Arrivals(rows[:, :-width], gates, unpack_bits(bits, self.num_blocks))
 
     @not_compiled
-    def combine(self, rows: Tensor) -> Tensor:
+    def send_home(self, rows: Tensor) -> None:
         capacity = self.critical[4]
         padded = rows.new_zeros((self.num_experts * capacity, rows.shape[1])).index_copy(0, self.rows, rows)
         outputs = padded.view(self.num_experts, capacity, rows.shape[1])
-        (back,) = AsyncExchange(self.collective, self.home_needs).start(outputs).wait()
-        return _tutel().decode(back.float(), self.critical).to(rows.dtype)
+        self.home = AsyncExchange(self.collective, self.home_needs).start(outputs)
+
+    @not_compiled
+    def total(self) -> Tensor:
+        (back,) = self.home.wait()
+        return _tutel().decode(back.float(), self.critical).to(back.dtype)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unifmoe_dist.dispatch import Arrivals
 from unifmoe_dist.expert_layer import Config, ExpertLayer
 from unifmoe_dist.expert_share import ExpertGroup
 from unifmoe_dist.experts import BlockExperts, ExpertWeights
-from unifmoe_dist.kernels import block_ffn
+from unifmoe_dist.kernels import HiddenDropout, block_ffn
 from unifmoe_dist.profiling import profile_range
 from unifmoe_dist.routing_policies import descending
 
@@ -49,8 +50,10 @@ class GatedExpertLayer(ExpertLayer[Config]):
     as in the methods' own code: with them, unlike with the outputs, the number of ranks matters a little.
     """
 
-    def __init__(self, config: Config, expert_group: ExpertGroup = None, dispatcher: str = "auto") -> None:
-        super().__init__(config, expert_group, dispatcher)
+    def __init__(
+        self, config: Config, expert_group: ExpertGroup = None, dispatcher: str = "auto", **exchange: Any
+    ) -> None:
+        super().__init__(config, expert_group, dispatcher, **exchange)
         self._auxiliary: Tensor | None = None
         self.build()
         self.reset_parameters()
@@ -90,11 +93,15 @@ class GatedExpertLayer(ExpertLayer[Config]):
             trained = any(p.requires_grad for p in self.experts.parameters())
             complete = torch.ones((x.shape[0], 1), dtype=torch.bool, device=x.device)
             exchange = self.dispatcher.dispatch(x, gating.gates, complete, trained)
-            arrived = exchange.arrivals()
-        with profile_range("residual_experts"):
-            rows = block_ffn(arrived.x, arrived.gates, arrived.blocks, self._weights(), self._draw_dropout(x))
+        dropout = self._draw_dropout(x)
+        exchange.compute(lambda arrived: self._compute(arrived, dropout))
         with profile_range("combine"):
-            return exchange.combine(rows)
+            return exchange.total()
+
+    def _compute(self, arrived: Arrivals, dropout: HiddenDropout | None) -> Tensor:
+        rest = None if dropout is None else dropout.of_experts(arrived.part * self.config.num_experts)
+        with profile_range("residual_experts"):
+            return block_ffn(arrived.x, arrived.gates, arrived.blocks, self._weights(), rest)
 
     def auxiliary_loss(self) -> Tensor:
         """The auxiliary loss of the last forward pass in training mode, a float32 scalar."""

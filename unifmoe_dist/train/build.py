@@ -85,6 +85,8 @@ def install_layers(config: TrainConfig, model: nn.Module, ranks: Ranks | None = 
         method=method.name,
         expert_group=None if ranks is None else ranks.expert_group,
         dispatcher="auto" if ranks is None else config.model.dispatcher,
+        ranks_per_node=None if ranks is None else config.group_ranks_per_node(ranks.world_size),
+        dispatch_chunks=config.parallel.dispatch_chunks,
         cuda_graphs=config.parallel.cuda_graphs,
         **method.taken(vars(layer_options(config))),
     )

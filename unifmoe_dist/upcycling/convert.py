@@ -33,12 +33,18 @@ def layer_class(name: str) -> type[ExpertLayer]:
 
 
 def build_layer(
-    method: str, shape: Mapping[str, Any], options: Mapping[str, Any], group: ProcessGroup | None, dispatcher: str
+    method: str,
+    shape: Mapping[str, Any],
+    options: Mapping[str, Any],
+    group: ProcessGroup | None,
+    dispatcher: str,
+    **exchange: Any,
 ) -> ExpertLayer:
-    """A new layer in the place of an FFN of that `DenseFFN.shape()`; of the options it takes those of the method."""
+    """A new layer in the place of an FFN of that `DenseFFN.shape()`; of the options it takes those of the method, and
+    of `exchange` the layers' ranks_per_node and dispatch_chunks."""
     layer = layer_class(method)
     config = layer.config_type.from_options({**method_of(method).taken(options), **shape})
-    return layer(config, group, dispatcher)
+    return layer(config, group, dispatcher, **exchange)
 
 
 def check_taken(method: str, options: Iterable[str]) -> None:
@@ -75,11 +81,15 @@ def saved_options(method: str, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def layer_maker(
-    method: str, expert_group: ProcessGroup | None = None, dispatcher: str = "auto", **options: Any
+    method: str,
+    expert_group: ProcessGroup | None = None,
+    dispatcher: str = "auto",
+    exchange: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Callable[[DenseFFN], ExpertLayer]:
     """A function from a dense FFN to a method's layer of that shape."""
     check_taken(method, options)
-    return lambda ffn: build_layer(method, ffn.shape(), options, expert_group, dispatcher)
+    return lambda ffn: build_layer(method, ffn.shape(), options, expert_group, dispatcher, **exchange or {})
 
 
 def convert(

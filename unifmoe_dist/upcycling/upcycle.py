@@ -30,6 +30,8 @@ def upcycle(
     method: str = UNIF.name,
     expert_group: ExpertGroup = None,
     dispatcher: str = "auto",
+    ranks_per_node: int | None = None,
+    dispatch_chunks: int = 1,
     router_seed: int | None = None,
     cuda_graphs: bool = False,
     **options: Any,
@@ -58,7 +60,9 @@ def upcycle(
         expert_group: Ranks that share the residual experts, as a process group or one dimension of a DeviceMesh; None
             keeps all of them here. DistributedDataParallel and `fully_shard` leave such experts alone, and their
             gradients become means over the data-parallel ranks all the same.
-        dispatcher: How tokens reach experts on other ranks: auto, local, alltoall or tutel.
+        dispatcher: How tokens reach experts on other ranks: auto, local, alltoall, two_level or tutel.
+        ranks_per_node: Ranks of expert_group on each node, for two_level; None finds out from the names of hosts.
+        dispatch_chunks: Parts in which a rank's tokens travel, so that one travels while another is computed.
         router_seed: Seed of the new routers; None draws from torch's global generator.
         cuda_graphs: On a GPU, repeat passes of UniF-MoE layers over shapes that come again as CUDA graphs; it is no
             part of what is saved, and `layer.cuda_graphs` changes it.
@@ -75,9 +79,10 @@ def upcycle(
     """
     if cuda_graphs and method != UNIF.name:
         raise UserError(f"cuda_graphs is of method {UNIF.name}, not {method}, whose layers run eagerly; leave it out.")
+    exchange = {"ranks_per_node": ranks_per_node, "dispatch_chunks": dispatch_chunks}
     options.update(num_experts=num_experts, num_blocks=num_blocks)
     group, before = as_group(expert_group), set(moe_layers(model).values())
-    converted = convert(model, layers, layer_maker(method, group, dispatcher, **options), router_seed, ffns)
+    converted = convert(model, layers, layer_maker(method, group, dispatcher, exchange, **options), router_seed, ffns)
     for layer in set(moe_layers(model).values()) - before:
         if isinstance(layer, UniFMoELayer):
             layer.cuda_graphs = cuda_graphs

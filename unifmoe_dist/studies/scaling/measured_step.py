@@ -17,7 +17,7 @@ from torch import Tensor
 from unifmoe_dist.algorithms import ALGORITHMS
 from unifmoe_dist.config import DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig, UniFMoEConfig
 from unifmoe_dist.data.digits import NUM_CLASSES, build_digits_vit, digits_task
-from unifmoe_dist.dispatch import Arrivals, Dispatcher
+from unifmoe_dist.dispatch import Arrivals, Dispatcher, Experts
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import ExpertLayer
 from unifmoe_dist.runtime.ranks import Ranks, running_ranks, seed_everything
@@ -227,15 +227,18 @@ class _Tap:
         self.exchange = self.dispatcher.dispatch(x, gates, blocks, trained)
         return self
 
-    def arrivals(self) -> Arrivals:
-        rows = self.exchange.arrivals()
-        active = rows.gates.detach() != 0
-        self.received = int(active.sum())
-        self.blocks += int((active.sum(1) * rows.blocks.sum(1)).sum())
-        return rows
+    def compute(self, experts: Experts) -> None:
+        def noted(arrived: Arrivals) -> Tensor:
+            active = arrived.gates.detach() != 0
+            self.received += int(active.sum())
+            self.blocks += int((active.sum(1) * arrived.blocks.sum(1)).sum())
+            return experts(arrived)
 
-    def combine(self, rows: Tensor) -> Tensor:
-        return self.exchange.combine(rows)
+        self.received = 0
+        self.exchange.compute(noted)
+
+    def total(self) -> Tensor:
+        return self.exchange.total()
 
     def counts(self) -> dict[str, float]:
         """What the step asked of this rank's exchange; collective."""

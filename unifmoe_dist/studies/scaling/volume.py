@@ -189,8 +189,8 @@ def measure_volume(experts: int, skewed: bool, tokens: int, model_dim: int, num_
         with counting_bytes() as count:
             if ranks.expert_group is not None:
                 exchange = AllToAllDispatcher(ranks.expert_group).dispatch(x, routing.gates, ~routing.shared_blocks)
-                arrived = exchange.arrivals()
-                exchange.combine(arrived.x * arrived.gates.sum(1, keepdim=True)).sum().backward()
+                exchange.compute(lambda arrived: arrived.x * arrived.gates.sum(1, keepdim=True))
+                exchange.total().sum().backward()
         found = {
             "experts_per_token": routing.expert_count.sum(),
             "minimum": minimum_volume(traffic).total,

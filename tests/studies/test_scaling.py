@@ -136,7 +136,8 @@ def test_sweep_measures_plots_and_continues(tmp_path, capsys):
 
 def test_a_command_error_is_one_sentence(tmp_path):
     job = run_job(tmp_path, 1, ["--predict", str(tmp_path)], script="scale")
-    assert job.statuses == [2] and "holds no study.json" in job.output and "Traceback" not in job.output
+    assert job.statuses == [2] and "make it with launch/scale.py --record" in job.output
+    assert "Traceback" not in job.output
 
 
 @pytest.mark.parametrize(

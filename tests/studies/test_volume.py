@@ -11,7 +11,6 @@ from unifmoe_dist.studies.scaling.volume import (
     Traffic,
     alltoall_volume,
     counting_bytes,
-    expected_traffic,
     measure_volume,
     minimum_volume,
     tutel_volume,
@@ -57,22 +56,12 @@ def volumes(rank, world, *args):
 
 @pytest.mark.parametrize("world,experts,skewed", [(2, 64, False), (2, 6, True), (4, 16, True)])
 def test_alltoall_sends_the_formula_and_at_most_the_minimum_plus_5_percent(world, experts, skewed):
-    values = run_ranks(world, volumes, experts, skewed, 1, 100, 384, 8)[0]
+    values = run_ranks(world, volumes, experts, skewed, 100, 384, 8)[0]
     aligning = (values["group_size"] - 1) * (21 + 17) / 100  # at most, per token
     assert values["formula"] <= values["alltoall"] <= values["formula"] + aligning
     assert values["minimum"] < values["alltoall"] <= 1.05 * values["minimum"]
     assert values["tutel"] > values["alltoall"]
     assert (values["load_imbalance"] > 1.5) == skewed
-
-
-@pytest.mark.parametrize("experts,skewed", [(16, True), (64, False)])
-def test_two_level_sends_at_most_the_least_plus_5_percent_between_nodes(experts, skewed):
-    values = run_ranks(4, volumes, experts, skewed, 2, 100, 384, 8)[0]
-    telling = 4 * 2 * 2 / 100  # of what goes to each rank of the node, int32 and per token
-    aligning = (21 + 17) / 100
-    assert values["formula"] <= values["two_level"] - telling <= values["formula"] + aligning
-    assert values["minimum"] < values["two_level"] <= 1.05 * values["minimum"]
-    assert values["tutel"] > values["alltoall"] > 1.2 * values["two_level"]
 
 
 def tutel_bytes(rank, world):
@@ -95,14 +84,3 @@ def tutel_bytes(rank, world):
 def test_padded_volume_is_what_tutel_sends():
     for counted, formula in run_ranks(2, tutel_bytes):
         assert formula < counted < 1.01 * formula  # the block masks travel beside what Tutel would send
-
-
-def test_expected_traffic_is_the_mean_over_random_experts():
-    torch.manual_seed(0)
-    experts, size, k, tokens = 12, 4, 3, 20_000
-    gates = torch.zeros(tokens, experts).scatter_(1, torch.rand(tokens, experts).argsort(1)[:, :k], 1.0)
-    got, want = Traffic.of(gates, 8, 4, size, 0), expected_traffic(tokens, k, experts, 8, 4, size)
-    assert got.crossings == pytest.approx(want.crossings, rel=0.01)
-    assert got.gates == pytest.approx(want.gates, rel=0.01)
-    assert expected_traffic(10, 11, 12, 8, 4, 4).crossings == 30  # more experts than the other ranks hold
-    assert expected_traffic(10, 3, 12, 8, 4, 1).crossings == 0

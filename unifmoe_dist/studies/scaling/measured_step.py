@@ -22,6 +22,7 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import ExpertLayer
 from unifmoe_dist.runtime.ranks import Ranks, running_ranks, seed_everything
 from unifmoe_dist.studies.meters import process_peak, seconds
+from unifmoe_dist.studies.scaling.recorded_routing import RecordedLayer
 from unifmoe_dist.studies.scaling.step_split import PARTS, split_step
 from unifmoe_dist.studies.scaling.volume import Traffic, counting_bytes, minimum_volume, padded_volume
 from unifmoe_dist.train import build, deepspeed
@@ -59,6 +60,7 @@ class Study:
     warmup: int = 3  # steps before timing
     steps: int = 9  # timed steps
     threads: int = 1  # CPU threads per rank
+    ranks_per_node: int = 0  # of the two_level dispatcher; 0: those of the hosts
 
     def __post_init__(self) -> None:
         for name, least in (("depth", 2), ("warmup", 0), ("steps", 1), ("threads", 1)):
@@ -131,6 +133,8 @@ def train_config(layout: Layout, study: Study) -> TrainConfig:
     """The training configuration of a point. Raises UserError where that cannot work."""
     chosen: dict[str, Any] = dict(num_experts=layout.experts, num_blocks=study.blocks, dispatcher=layout.dispatcher)
     parallel: dict[str, Any] = dict(zero_stage=layout.zero, precision=study.precision)
+    if study.ranks_per_node and layout.dispatcher == "two_level":
+        parallel["ranks_per_node"] = study.ranks_per_node
     config = TrainConfig(
         steps=10_000,
         baseline=False,
@@ -145,8 +149,8 @@ def train_config(layout: Layout, study: Study) -> TrainConfig:
     return config
 
 
-def measure(layout: Layout, study: Study) -> Measurement:
-    """Measure one point; runs on every rank of its job."""
+def measure(layout: Layout, study: Study) -> tuple[Measurement, list[RecordedLayer]]:
+    """Measure one point; runs on every rank of its job. With it, what all ranks' tokens decided in one of the steps."""
     config = train_config(layout, study)
     with running_ranks(layout.expert_parallel) as ranks:
         seed_everything(0)
@@ -172,12 +176,12 @@ def measure(layout: Layout, study: Study) -> Measurement:
         usage = list(collect_usage(model, ranks).values())
         own |= split_step(step, median, _PROFILED_STEPS, ranks.device)
         layers = list(moe_layers(model).values())
-        own |= _count_exchange(step, layers, study, ranks)
-        of_ranks = pd.DataFrame(ranks.gather(own), dtype=float)
+        counted, routing = _count_exchange(step, layers, study, ranks)
+        of_ranks = pd.DataFrame(ranks.gather(own | counted), dtype=float)
     total, mean, most = of_ranks.sum(), of_ranks.mean(), of_ranks.max()
     cuda, tokens = ranks.device.type == "cuda", TOKENS_PER_IMAGE * layout.batch * layout.ranks
     held = sum(p.numel() for layer in layers for p in layer.experts.parameters())
-    return Measurement(
+    measured = Measurement(
         device=torch.cuda.get_device_name() if cuda else "cpu",
         contention=1.0 if cuda else max(1.0, layout.ranks * study.threads / available_cores()),
         tokens=tokens,
@@ -187,7 +191,7 @@ def measure(layout: Layout, study: Study) -> Measurement:
         **{name: float(mean[name]) for name in (*PARTS, "loss")},
         **{f"{name}_bytes": float(total[name]) / (tokens * len(layers)) for name in ("sent", "minimum", "tutel")},
         exchange_bytes=float(most["sent"]),
-        exchange_messages=float(own["messages"]),
+        exchange_messages=float(counted["messages"]),
         memory=float(most["memory"]),
         load_imbalance=fmean(max(u.expert_load) * len(u.expert_load) / sum(u.expert_load) for u in usage),
         blocks_per_token=fmean(u.block_compute for u in usage),
@@ -198,17 +202,26 @@ def measure(layout: Layout, study: Study) -> Measurement:
         dense_parameters=sum(p.numel() for p in model.parameters()) - held,
         expert_parameters=held,
     )
+    return measured, routing
 
 
 def _count_exchange(
     step: Callable[[], None], layers: Sequence[ExpertLayer], study: Study, ranks: Ranks
-) -> dict[str, float]:
-    """Take one more step with every dispatcher tapped and every all-to-all counted; this rank's sums over layers."""
+) -> tuple[dict[str, float], list[RecordedLayer]]:
+    """Take one more step with every dispatcher tapped and every all-to-all counted.
+
+    Returns:
+        This rank's sums over layers, and all ranks' routing, in their order.
+    """
     taps = [_Tap(layer, study, ranks) for layer in layers]
     with counting_bytes() as count:
         step()
     sums = pd.DataFrame([tap.counts() for tap in taps]).sum().to_dict()
-    return {"sent": count.bytes, "messages": count.messages, **sums}
+    routing = []
+    for of_ranks in zip(*ranks.gather([(tap.gates != 0, ~tap.residual_blocks) for tap in taps]), strict=True):
+        active, shared = (torch.cat(part).cpu().numpy() for part in zip(*of_ranks, strict=True))
+        routing.append(RecordedLayer(active, shared, study.width, 4 * study.width, gated=False))
+    return {"sent": count.bytes, "messages": count.messages, **sums}, routing
 
 
 class _Tap:
@@ -223,6 +236,7 @@ class _Tap:
 
     def dispatch(self, x: Tensor, gates: Tensor, blocks: Tensor, trained: bool = True) -> _Tap:
         self.gates, self.row_bytes = gates.detach(), x.shape[1] * x.element_size()
+        self.residual_blocks = blocks
         self.chosen, self.blocks = int((self.gates != 0).sum()), int((~blocks).sum())
         self.exchange = self.dispatcher.dispatch(x, gates, blocks, trained)
         return self

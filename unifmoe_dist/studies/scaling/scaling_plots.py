@@ -13,8 +13,10 @@ from matplotlib.axis import Axis
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from unifmoe_dist.studies.figures.style import label, new_figure, save
-from unifmoe_dist.studies.scaling.cost_model import PARTS_OF_TERM, Check, Cluster, Prediction
+from unifmoe_dist.studies.scaling.cost_model import Check
 from unifmoe_dist.studies.scaling.measured_step import Point, Study
+from unifmoe_dist.studies.scaling.simulator import PARTS as STEP_PARTS
+from unifmoe_dist.studies.scaling.simulator import Step
 from unifmoe_dist.studies.scaling.step_split import PARTS
 
 _LOOKS = {
@@ -26,9 +28,14 @@ _LOOKS = {
     "all_reduce": ("all-reduce", "#1b7837"),
     "optimizer": ("optimiser", "#a6dba0"),
     "other": ("rest of the model", "#bdbdbd"),
-    "experts": ("experts", "#d6604d"),
-    "dense": ("dense part", "#bdbdbd"),
-    "exchange": ("exchange", "#2166ac"),
+    "routing": (STEP_PARTS["routing"], "#7b3294"),
+    "shared": (STEP_PARTS["shared"], "#f4a582"),
+    "residual": (STEP_PARTS["residual"], "#d6604d"),
+    "waiting": (STEP_PARTS["waiting"], "#fee08b"),
+    "near": (STEP_PARTS["near"], "#92c5de"),
+    "far": (STEP_PARTS["far"], "#2166ac"),
+    "backward": (STEP_PARTS["backward"], "#8c2d04"),
+    "rest": (STEP_PARTS["rest"], "#bdbdbd"),
 }
 """Label and colour of every part of a step and term of the cost model."""
 _RANK_COLOURS = ("#222222", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
@@ -142,14 +149,14 @@ def _bars(axis: Axes, points: list[Point], experts: list[int], ranks: list[int])
     axis.legend(frameon=False, fontsize=9.5, columnspacing=1.2, **place)
 
 
-def plot_check(result: Check, study: Study, path: Path) -> Path:
+def plot_check(result: Check, path: Path) -> Path:
     """Predicted against measured steps, fitted and held-out points apart."""
     figure = new_figure(5.2, 4.6)
     axis = figure.subplots()
     limits = []
     for (name, points), colour, marker in zip(result.points.items(), ("#2166ac", "#d55e00"), "oD", strict=False):
         measured = [1e3 * p.result.step for p in points]
-        predicted = [1e3 * result.model.step(p, study) for p in points]
+        predicted = [1e3 * seconds for seconds in result.predicted[name]]
         axis.scatter(measured, predicted, color=colour, marker=marker, s=28, label=name, zorder=3)
         limits += measured + predicted
     ends = 0.8 * min(limits), 1.25 * max(limits)
@@ -164,18 +171,76 @@ def plot_check(result: Check, study: Study, path: Path) -> Path:
     return save(figure, path)
 
 
-def plot_predictions(predictions: Sequence[Prediction], cluster: Cluster, device: str, path: Path) -> Path:
-    """Predicted step split on a cluster, by K and expert-parallel size."""
-    figure = new_figure(max(6.0, 0.75 * len(predictions) + 2.5), 4.4)
-    axis = figure.subplots()
-    places = range(len(predictions))
-    _stack(axis, places, {term: [p.seconds[term] for p in predictions] for term in PARTS_OF_TERM}, 0.75)
-    axis.set_xticks(places, [f"K = {p.experts}\nep {p.expert_parallel}" for p in predictions], fontsize=8)
-    title = (
-        f"{cluster.nodes} nodes x {cluster.gpus_per_node}, {cluster.node_gbps:g} / {cluster.link_gbps:g} Gbit/s "
-        f"inside / between nodes\ncompute as fitted on: {device}"
+def plot_clusters(
+    found: dict[str, list[Step]], speeds: dict[float, dict[str, list[Step]]], title: str, path: Path
+) -> Path:
+    """Predicted speed and efficiency over ranks, where the exchanges cross, and what the largest steps consist of.
+
+    Args:
+        found: Steps by routing, of both exchanges for every number of ranks.
+        speeds: By Gbit/s between nodes, steps of both exchanges at one number of ranks, by routing.
+        title: What is predicted.
+        path: Where the figure goes.
+    """
+    figure = new_figure(12.5, 9)
+    grid = figure.add_gridspec(2, 3, height_ratios=(1, 1.15))
+    speed, efficiency, crossing = (figure.add_subplot(grid[0, i]) for i in range(3))
+    for i, (name, steps) in enumerate(found.items()):
+        style: dict[str, Any] = dict(color=_RANK_COLOURS[i % 7], marker=_MARKERS[i % 7], ms=4, lw=1.5)
+        for exchange, line in (("two_level", "-"), ("alltoall", "--")):
+            mine = [x for x in steps if x.exchange == exchange]
+            named: dict[str, Any] = {"label": name if line == "-" else None, "ls": line}
+            speed.plot([x.ranks for x in mine], [x.tokens_per_second for x in mine], **style, **named)
+            least = max(mine[0].tokens_per_second / mine[0].ranks, 1e-9)
+            share = [100 * x.tokens_per_second / x.ranks / least for x in mine]
+            efficiency.plot([x.ranks for x in mine], share, **style, **named)
+        ratios = []
+        for other in speeds.values():
+            flat, levels = (next(x for x in other[name] if x.exchange == kind) for kind in ("alltoall", "two_level"))
+            ratios.append(levels.total / flat.total)
+        crossing.plot(list(speeds), ratios, **style)
+    ranks = sorted({x.ranks for steps in found.values() for x in steps})
+    for axis, ylabel, heading in (
+        (speed, "tokens per second, all ranks", "Throughput"),
+        (efficiency, f"% of a rank's speed among {ranks[0]}", "Efficiency"),
+    ):
+        axis.set_xscale("log")
+        axis.set_xticks(ranks, [str(n) for n in ranks], fontsize=8)
+        axis.xaxis.set_minor_locator(NullLocator())
+        label(axis, "ranks", ylabel, f"{heading} (dashed: flat)")
+    speed.set_yscale("log")
+    efficiency.set_ylim(0, None)
+    crossing.axhline(1, color="black", lw=1)
+    crossing.set(xscale="log")
+    largest = max(x.ranks for steps in next(iter(speeds.values())).values() for x in steps)
+    label(
+        crossing, "Gbit/s per rank between nodes", "step, two-level / flat", f"Below 1 two levels win ({largest} ranks)"
     )
-    label(axis, "", "predicted ms per step", title)
-    axis.grid(visible=False, axis="x")
-    axis.legend(frameon=False, fontsize=9)
+    speed.legend(frameon=False, fontsize=8)
+    bars = figure.add_subplot(grid[1, :])
+    shown = [(name, x) for name, steps in found.items() for x in steps if x.ranks in (ranks[0], largest, ranks[-1])]
+    tops = _stack(
+        bars, range(len(shown)), {part: [x.seconds[part] / x.total / 10 for _, x in shown] for part in STEP_PARTS}, 0.8
+    )
+    for place, (top, (_, x)) in enumerate(zip(tops, shown, strict=True)):
+        bars.text(place, top, f"{1e3 * x.total:,.0f}", ha="center", va="bottom", fontsize=6.5)
+    names = {"alltoall": "flat", "two_level": "2-lev"}
+    bars.set_xticks(range(len(shown)), [f"{x.ranks}\n{names[x.exchange]}" for _, x in shown], fontsize=6.5)
+    label(bars, "", "% of the step", "What limits each (above: ms per step; below: ranks and exchange)")
+    bars.grid(visible=False, axis="x")
+    each = len(shown) / len(found)
+    for i, name in enumerate(found):
+        bars.annotate(
+            name,
+            ((i + 0.5) * each - 0.5, 0),
+            (0, -26),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            ha="center",
+            va="top",
+            fontsize=8,
+        )
+    bars.set_xlim(-0.6, len(shown) - 0.4)
+    bars.legend(frameon=False, fontsize=8.5, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=5)
+    figure.suptitle(title, fontsize=11)
     return save(figure, path)

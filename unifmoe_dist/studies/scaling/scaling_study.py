@@ -21,6 +21,7 @@ from unifmoe_dist.runtime import heartbeat
 from unifmoe_dist.runtime.local_ranks import check_world_size, run_local_ranks
 from unifmoe_dist.studies.records import csv_text, markdown
 from unifmoe_dist.studies.scaling.measured_step import Layout, Measurement, Point, Study, measure, train_config
+from unifmoe_dist.studies.scaling.recorded_routing import write_routing
 
 
 def grid(
@@ -88,12 +89,15 @@ def run_study(layouts: Sequence[Layout], study: Study, folder: Path, progress: b
             bar.set_postfix_str(str(layout))
             heartbeat.doing(f"{len(done)} of {len(layouts)} points done, at {layout}")
             try:
-                result, *_ = run_local_ranks(layout.ranks, measure, layout, study, threads=study.threads)
+                (result, routing), *_ = run_local_ranks(layout.ranks, measure, layout, study, threads=study.threads)
             except RuntimeError as error:  # out of memory, say: the others can still be measured
                 failures.append(f"{layout}: {str(error).strip().splitlines()[-1]}")
                 tqdm.write(f"{layout} failed: {error}")
             else:
                 done[layout] = Point(layout, result)
+                path = routing_file(folder, layout)
+                path.parent.mkdir(exist_ok=True)
+                write_routing(path, {str(i): layer for i, layer in enumerate(routing)}, str(layout))
                 write_points(folder, done.values())
             bar.update()
     if failures:
@@ -126,6 +130,11 @@ def read_study(folder: Path) -> Study:
         return Study(**json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
         raise UserError(f"{path} does not describe a study ({error}); choose another folder.") from error
+
+
+def routing_file(folder: Path, layout: Layout) -> Path:
+    """Where a study keeps what tokens decided in one step of a point."""
+    return folder / "routing" / f"{str(layout).replace(' ', '-')}.npz"
 
 
 def write_points(folder: Path, points: Iterable[Point]) -> None:

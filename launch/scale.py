@@ -83,9 +83,9 @@ def main(arguments: Sequence[str]) -> None:
     if options.volume:
         if others := [word for word in arguments if word != "--volume"]:
             raise UserError(f"--volume takes no other option: {' '.join(others)} would change nothing; leave it out.")
-        from unifmoe_dist.studies.scaling.volume import volume_table
+        from unifmoe_dist.studies.scaling.volume import node_volume_table, volume_table
 
-        print(volume_table())
+        print(f"{volume_table()}\n\nbetween nodes:\n\n{node_volume_table()}")
         return
     if options.record is not None:
         known.refuse_others(arguments, ("record", "tokens"), "--record writes what runs decide")

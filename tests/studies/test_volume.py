@@ -56,12 +56,22 @@ def volumes(rank, world, *args):
 
 @pytest.mark.parametrize("world,experts,skewed", [(2, 64, False), (2, 6, True), (4, 16, True)])
 def test_alltoall_sends_the_formula_and_at_most_the_minimum_plus_5_percent(world, experts, skewed):
-    values = run_ranks(world, volumes, experts, skewed, 100, 384, 8)[0]
+    values = run_ranks(world, volumes, experts, skewed, 1, 100, 384, 8)[0]
     aligning = (values["group_size"] - 1) * (21 + 17) / 100  # at most, per token
     assert values["formula"] <= values["alltoall"] <= values["formula"] + aligning
     assert values["minimum"] < values["alltoall"] <= 1.05 * values["minimum"]
     assert values["tutel"] > values["alltoall"]
     assert (values["load_imbalance"] > 1.5) == skewed
+
+
+@pytest.mark.parametrize("experts,skewed", [(16, True), (64, False)])
+def test_two_level_sends_at_most_the_least_plus_5_percent_between_nodes(experts, skewed):
+    values = run_ranks(4, volumes, experts, skewed, 2, 100, 384, 8)[0]
+    telling = 4 * 2 * 2 / 100  # of what goes to each rank of the node, int32 and per token
+    aligning = (21 + 17) / 100
+    assert values["formula"] <= values["two_level"] - telling <= values["formula"] + aligning
+    assert values["minimum"] < values["two_level"] <= 1.05 * values["minimum"]
+    assert values["tutel"] > values["alltoall"] > 1.2 * values["two_level"]
 
 
 def tutel_bytes(rank, world):

@@ -15,6 +15,8 @@ its active experts:
                4 * (active experts there)    gradients of the gates
 
 Saying which experts the gates belong to, and how many rows come, is not part of this minimum: it counts against us.
+
+Between nodes the same holds of nodes in the place of ranks: for each token and each other node with one of its experts.
 """
 
 from __future__ import annotations
@@ -34,8 +36,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unifmoe_dist.dispatch.alltoall import AllToAllDispatcher
+from unifmoe_dist.dispatch.nodes import nodes_of
+from unifmoe_dist.dispatch.protocol import Dispatcher
+from unifmoe_dist.dispatch.two_level import TwoLevelDispatcher
 from unifmoe_dist.kernels.exchange import CHUNK, COUNTS
-from unifmoe_dist.routing import Router
+from unifmoe_dist.routing import Router, Routing
 from unifmoe_dist.runtime.local_ranks import run_local_ranks
 from unifmoe_dist.runtime.ranks import Ranks, running_ranks, world_size_from_environment
 from unifmoe_dist.studies.records import markdown
@@ -58,7 +63,7 @@ class Volume:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank's tokens ask of an exchange."""
+    """What one rank's tokens ask of an exchange between ranks, or between nodes, each of which counts as one rank."""
 
     crossings: float  # (token, remote rank) pairs with at least one active expert
     gates: float  # active (token, expert) pairs on remote ranks
@@ -118,8 +123,8 @@ def padded_volume(traffic: Traffic, ranks: Ranks) -> Volume:
 
 
 @contextmanager
-def counting_bytes() -> Iterator[Any]:
-    """Count what this rank hands to torch.distributed.all_to_all_single for other ranks, small exchanges included.
+def counting_bytes(ranks_per_node: int = 1) -> Iterator[Any]:
+    """Count what this rank hands to torch.distributed.all_to_all_single for other nodes, small exchanges included.
 
     Yields running totals: `bytes`, and `messages`, one per peer and collective.
     """
@@ -128,10 +133,11 @@ def counting_bytes() -> Iterator[Any]:
     def counted(*args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         sent, group = given["input"], given.get("group")
-        size, rank = dist.get_world_size(group), dist.get_rank(group)
-        splits = given.get("input_split_sizes") or [len(sent) // size] * size
-        count.bytes += sent.element_size() * math.prod(sent.shape[1:]) * (sum(splits) - splits[rank])
-        count.messages += size - 1
+        peers, node = dist.get_process_group_ranks(group or dist.group.WORLD), dist.get_rank() // ranks_per_node
+        splits = given.get("input_split_sizes") or [len(sent) // len(peers)] * len(peers)
+        away = [rows for peer, rows in zip(peers, splits, strict=True) if peer // ranks_per_node != node]
+        count.bytes += sent.element_size() * math.prod(sent.shape[1:]) * sum(away)
+        count.messages += len(away)
         return original(*args, **kwargs)
 
     with patch.object(dist, "all_to_all_single", counted):
@@ -155,12 +161,17 @@ def synthetic_tokens(tokens: int, router_weight: Tensor, skewed: bool, generator
     return x
 
 
-def measure_volume(experts: int, skewed: bool, tokens: int, model_dim: int, num_blocks: int) -> dict[str, float]:
-    """Run on every rank of a job: one forward and backward of a dispatcher over synthetic routing, bytes counted.
+def measure_volume(
+    experts: int, skewed: bool, ranks_per_node: int, tokens: int, model_dim: int, num_blocks: int
+) -> dict[str, float]:
+    """Run on every rank of a job: one forward and backward of dispatchers over synthetic routing, bytes counted.
+
+    With several ranks on a node, of bytes between nodes alone.
 
     Returns:
         The same on every rank: bytes per token, forward and backward, at the least, counted at the collective
-        ("alltoall"), by `alltoall_volume` ("formula") and of Tutel's padded exchange; mean k, and the loads.
+        ("alltoall", and "two_level" between nodes), by `alltoall_volume` ("formula", without what `two_level` tells a
+        rail of its node) and of Tutel's padded exchange; mean k, and the loads.
     """
     size = math.gcd(experts, world_size_from_environment())
     with running_ranks(size) as ranks:
@@ -168,20 +179,21 @@ def measure_volume(experts: int, skewed: bool, tokens: int, model_dim: int, num_
         router = Router(model_dim, experts)
         prototypes = torch.randn(num_blocks, model_dim)
         x = synthetic_tokens(tokens, router.weight, skewed, torch.Generator().manual_seed(1 + ranks.rank))
-        x = x.requires_grad_()
-        routing = router.decide(x, prototypes)
-        traffic = Traffic.of(routing.gates, num_blocks, model_dim * x.element_size(), size, ranks.expert_rank)
-        with counting_bytes() as count:
-            if ranks.expert_group is not None:
-                exchange = AllToAllDispatcher(ranks.expert_group).dispatch(x, routing.gates, ~routing.shared_blocks)
-                exchange.compute(lambda arrived: arrived.x * arrived.gates.sum(1, keepdim=True))
-                exchange.total().sum().backward()
+        routing = router.decide(x.requires_grad_(), prototypes)
+        row_bytes, node = model_dim * x.element_size(), ranks.expert_rank // ranks_per_node
+        traffic = Traffic.of(routing.gates, num_blocks, row_bytes, size // ranks_per_node, node)
+        counted = {"alltoall": 0.0}
+        if group := ranks.expert_group:
+            counted["alltoall"] = _counted(AllToAllDispatcher(group), x, routing, ranks_per_node)
+            if ranks_per_node > 1:
+                dispatcher = TwoLevelDispatcher(nodes_of(group, ranks_per_node))
+                counted["two_level"] = _counted(dispatcher, x, routing, ranks_per_node)
         found = {
             "experts_per_token": routing.expert_count.sum(),
             "minimum": minimum_volume(traffic).total,
-            "alltoall": count.bytes,
             "tutel": padded_volume(traffic, ranks).total,
             "formula": alltoall_volume(traffic).total,
+            **counted,
         }
         totals = ranks.all_sum(torch.tensor([tokens, *found.values()], dtype=torch.float64))
         load = ranks.all_sum((routing.gates != 0).sum(0))
@@ -189,20 +201,25 @@ def measure_volume(experts: int, skewed: bool, tokens: int, model_dim: int, num_
         return {**result, "group_size": size, "load_imbalance": float(load.max() / load.mean())}
 
 
-def volume_table(
-    experts: Sequence[int] = (6, 16, 64),
-    ranks: Sequence[int] = (2, 4),
-    tokens: int = 2048,
-    model_dim: int = 384,
-    num_blocks: int = 8,
-) -> str:
+def _counted(dispatcher: Dispatcher, x: Tensor, routing: Routing, ranks_per_node: int) -> float:
+    with counting_bytes(ranks_per_node) as count:
+        exchange = dispatcher.dispatch(x, routing.gates, ~routing.shared_blocks)
+        exchange.compute(lambda arrived: arrived.x * arrived.gates.sum(1, keepdim=True))
+        exchange.total().sum().backward(retain_graph=True)
+    return count.bytes
+
+
+_SIZES = 2048, 384, 8  # tokens, model_dim and num_blocks
+
+
+def volume_table(experts: Sequence[int] = (6, 16, 64), ranks: Sequence[int] = (2, 4)) -> str:
     """Markdown table of volumes in KB (1,000 bytes) per token and layer, forward and backward, on ranks started here.
 
-    Routing is uniform and skewed, numbers are float32, with `tokens` tokens per rank.
+    Routing is uniform and skewed, numbers are float32, with 2,048 tokens per rank.
     """
 
     def row(world: int, routing: str, k: int) -> dict[str, object]:
-        r, *_ = run_local_ranks(world, measure_volume, k, routing == "skewed", tokens, model_dim, num_blocks)
+        r, *_ = run_local_ranks(world, measure_volume, k, routing == "skewed", 1, *_SIZES)
         return {
             "ranks": world,
             "expert-parallel size": r["group_size"],
@@ -218,3 +235,30 @@ def volume_table(
         }
 
     return markdown([row(*case) for case in product(ranks, ("uniform", "skewed"), experts)], left=("routing",))
+
+
+def node_volume_table(
+    experts: Sequence[int] = (16, 64), layouts: Sequence[tuple[int, int]] = ((2, 2), (2, 4), (4, 2))
+) -> str:
+    """As `volume_table`, of what crosses between nodes; layouts are nodes and ranks on each."""
+
+    def row(layout: tuple[int, int], routing: str, k: int) -> dict[str, object]:
+        nodes, width = layout
+        r, *_ = run_local_ranks(nodes * width, measure_volume, k, routing == "skewed", width, *_SIZES)
+        return {
+            "nodes x ranks": f"{nodes} x {width}",
+            "routing": routing,
+            "K": k,
+            "mean k": f"{r['experts_per_token']:.2f}",
+            "minimum (KB/token)": f"{r['minimum'] / 1e3:.3f}",
+            "two_level (KB/token)": f"{r['two_level'] / 1e3:.3f}",
+            "two_level / minimum": f"{r['two_level'] / r['minimum']:.4f}",
+            "alltoall (KB/token)": f"{r['alltoall'] / 1e3:.3f}",
+            "alltoall / two_level": f"{r['alltoall'] / r['two_level']:.2f}",
+            "Tutel, padded (KB/token)": f"{r['tutel'] / 1e3:.3f}",
+            "Tutel / two_level": f"{r['tutel'] / r['two_level']:.2f}",
+        }
+
+    return markdown(
+        [row(*case) for case in product(layouts, ("uniform", "skewed"), experts)], left=("nodes x ranks", "routing")
+    )

@@ -27,6 +27,14 @@ def evaluated(*sizes, **choices):
 pytestmark = pytest.mark.skipif(library.library() is None, reason="no C compiler is installed")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def as_many_tokens_as_anywhere():
+    """What this processor would leave to the grouped kernel is computed too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(few_rows, "MOST_TOKENS", 64)
+        yield
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     n=st.integers(1, 20),

@@ -33,7 +33,7 @@ BROKEN = "tests.support.broken_parts"
 def test_the_whole_command_without_a_card(tmp_path):
     """From a bare checkout, in another folder, and without PYTHONPATH."""
     bare = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
-    words = [sys.executable, COMMAND, "--output", "made"]
+    words = [sys.executable, COMMAND, "--output", "made", "--minutes", "30"]  # other tests run beside it
     run = subprocess.run(words, cwd=tmp_path, env=bare, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     results = json.loads((tmp_path / "made" / "results.json").read_text())

@@ -86,14 +86,10 @@ def test_layer_of_tokens_beside_a_tile(tokens, gated):
     check_layer(make_layer(dim=16, experts=2, blocks=2, gated=gated), random(tokens, 16))
 
 
+@SLOW
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
-    "sizes,gated",
-    [
-        (dict(hidden=256, experts=2, blocks=256), False),
-        pytest.param(dict(dim=256, hidden=32, experts=255, blocks=2), True, marks=SLOW),
-        pytest.param(dict(dim=256, hidden=32, experts=255, blocks=2), False, marks=SLOW),
-        pytest.param(dict(hidden=256, experts=2, blocks=256), True, marks=SLOW),
-    ],
+    "sizes", [dict(hidden=256, experts=2, blocks=256), dict(dim=256, hidden=32, experts=255, blocks=2)]
 )
 def test_layer_of_the_most_experts_and_blocks(sizes, gated):
     """Their weights are frozen: thousands of gradients of unused blocks take the interpreter long."""

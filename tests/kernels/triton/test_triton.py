@@ -38,7 +38,9 @@ else:
         for path in sorted(HERE.glob("*_cases.py"))
         for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
     ]
-    COMMAND = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow"]
+    FEW = ["-m", "not slow", "-p", "tests.support.few_cases"]
+    COMMAND = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *FEW]
+    ROOT = Path(__file__).parents[3]
     PARTS = 4  # they run beside each other, and none of them for minutes
 
     @pytest.mark.timeout(900)
@@ -48,7 +50,7 @@ else:
         run = subprocess.run(
             [*COMMAND, *CASES[part::PARTS]],
             cwd=HERE,
-            env={**os.environ, "TRITON_INTERPRET": "1"},
+            env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
         )

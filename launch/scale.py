@@ -91,6 +91,8 @@ def main(arguments: Sequence[str]) -> None:
         known.refuse_others(arguments, ("record", "tokens"), "--record writes what runs decide")
         from unifmoe_dist.studies.scaling.recorded_routing import record_run
 
+        if options.tokens < 1:
+            raise UserError(f"--tokens must be at least 1, not {options.tokens}.")
         for run in options.record:
             print(record_run(run, options.tokens))
         return
@@ -133,6 +135,11 @@ def predict(options: argparse.Namespace) -> None:
     from unifmoe_dist.studies.scaling.scaling_plots import plot_clusters
     from unifmoe_dist.studies.scaling.simulator import Links
 
+    counts = {"--drawn": options.drawn or [], "--nodes": options.nodes or []}
+    if wrong := [f"{flag} must be at least 1, not {n}." for flag, values in counts.items() for n in values if n < 1]:
+        raise UserError(wrong[0])
+    if not options.predict and not options.drawn:
+        raise UserError("--predict needs the folder of a run whose routing was recorded, or --drawn K.")
     model = prediction.Model(options.model_width, options.model_depth, options.gated, options.rank_tokens)
     latencies = 1e-6 * options.node_latency_us, 1e-6 * options.link_latency_us
     speeds = options.gpus_per_node, options.node_gbps, options.link_gbps

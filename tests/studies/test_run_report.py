@@ -8,6 +8,7 @@ import io
 import json
 import re
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
-from launch import analyze
+from launch import analyze, scale
 from tests.support.faults import SMALL
 from tests.support.jobs import draw, run_job
 from tests.support.pages import Reader
@@ -26,6 +27,8 @@ from unifmoe_dist.runtime import heartbeat
 from unifmoe_dist.studies import page as page_module
 from unifmoe_dist.studies.run_report import load_run, run_study
 from unifmoe_dist.studies.run_report import method_costs as costs_module
+from unifmoe_dist.studies.run_report.sample import draw_sample
+from unifmoe_dist.studies.scaling.recorded_routing import read_routing
 from unifmoe_dist.train.batches import TrainBatches
 
 WORDS = [*SMALL, "--steps", "2", "--model.layers", "[3]"]
@@ -257,6 +260,26 @@ def test_a_router_sees_batches_drawn_as_in_training(sampling, runs):
     labels = torch.cat([labels for _, labels in run_study._training_batches(run, 1, "")])
     drawn = TrainBatches(run.task, 200, run.config.seed, 0, 1, 1, 0, sampling == "replacement").step(0)
     assert torch.equal(labels, torch.cat([labels for _, labels in drawn]))
+
+
+def test_routing_of_a_run_is_recorded_from_its_validation_data(runs, capsys):
+    scale.main(["--record", str(runs / HOSTILE), "--tokens", "50"])
+    assert capsys.readouterr().out.strip() == str(runs / HOSTILE / "routing.npz")
+    task, (recorded,) = read_routing(runs / HOSTILE)
+    loaded = load_run(runs / HOSTILE, "latest")
+    (layer,) = loaded.layers.values()
+    sample = draw_sample(replace(loaded, task=replace(loaded.task, test=loaded.task.validation)), 50)
+    seen = []
+    layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].flatten(0, 1)))
+    for batch in sample.batches(""):
+        with torch.no_grad():
+            loaded.model(**batch)
+    routing = layer.route(torch.cat(seen))
+    assert task == "digits" and recorded.gated is False and recorded.model_dim == layer.config.model_dim
+    assert np.array_equal(recorded.active, (routing.gates != 0).numpy()) and len(recorded) == 50
+    assert np.array_equal(recorded.shared, routing.shared_blocks.numpy())
+    with pytest.raises(UserError, match="top2 has no UniF-MoE layer"):
+        scale.main(["--record", str(runs / "top2")])
 
 
 def test_no_report_of_a_run_takes_the_place_of_another(runs, tmp_path, empty_files, capsys):

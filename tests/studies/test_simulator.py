@@ -14,6 +14,7 @@ from tests.support.ranks import run_ranks
 from unifmoe_dist.dispatch.alltoall import AllToAllDispatcher
 from unifmoe_dist.dispatch.nodes import nodes_of
 from unifmoe_dist.dispatch.two_level import TwoLevelDispatcher
+from unifmoe_dist.errors import UserError
 from unifmoe_dist.studies.scaling.cards import CARDS, card_model
 from unifmoe_dist.studies.scaling.cost_model import CostModel
 from unifmoe_dist.studies.scaling.crossings import Crossings, flat_legs, two_level_legs
@@ -132,3 +133,26 @@ def test_the_command_predicts_and_draws(tmp_path, capsys):
     assert "measured on an H200" in printed and "| digits, K = 8 | 8 | 8 | two_level |" in printed
     assert printed.count("| drawn, K = 16 |") == 4
     assert (tmp_path / "made" / "prediction.png").stat().st_size > 20_000
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--predict", "needs the folder of a run whose routing was recorded, or --drawn K"),
+        ("--predict --drawn 4 0", "--drawn must be at least 1, not 0"),
+        ("--predict --drawn 4 --nodes 0", "--nodes must be at least 1, not 0"),
+        ("--predict --drawn 4 --link-gbps 0", "link_gbps must be above 0, not 0"),
+        ("--predict --drawn 4 --rank-tokens 0", "tokens must be at least 1, not 0"),
+        ("--predict --drawn 4 --experts 4", "--experts would change nothing"),
+        ("--nodes 4", "--nodes belongs to --predict RUN"),
+        ("--record runs/mine --tokens 0", "--tokens must be at least 1, not 0"),
+    ],
+)
+def test_what_cannot_be_predicted_is_one_sentence(words, message):
+    with pytest.raises(UserError, match=message):
+        scale.main(words.split())
+
+
+def test_the_command_knows_every_card():
+    (action,) = (a for a in scale.parser()._actions if a.dest == "card")
+    assert action.choices is not None and set(action.choices) == set(CARDS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -81,6 +81,7 @@ class Study:
 
 TOKENS_PER_IMAGE = 5
 _PROFILED_STEPS = 2
+_SLOWDOWN_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Measurement:
     """
 
     device: str  # "cpu" or the GPU's name
-    contention: float  # CPU threads of all ranks per core, at least 1: how much slower shared cores make a rank
+    contention: float  # how much slower cores make a rank that it shares with others, ranks or not; measured
     tokens: int  # per step over all ranks
     tokens_per_second: float  # of all ranks together
     step: float  # median over steps of the slowest rank's step
@@ -170,7 +171,9 @@ def measure(layout: Layout, study: Study) -> tuple[Measurement, list[RecordedLay
             step()
         collect_usage(model, ranks)  # forgets the warm-up
         ranks.barrier()
+        slowed = [_slowdown(ranks)]
         slowest = np.max(ranks.gather([seconds(step, ranks.device) for _ in range(study.steps)]), axis=0)
+        slowed.append(_slowdown(ranks))
         low, median, high = np.quantile(slowest, (0.25, 0.5, 0.75)).tolist()
         own = {"loss": float(losses[-1]), "memory": process_peak(ranks.device) - memory_before}
         usage = list(collect_usage(model, ranks).values())
@@ -183,7 +186,7 @@ def measure(layout: Layout, study: Study) -> tuple[Measurement, list[RecordedLay
     held = sum(p.numel() for layer in layers for p in layer.experts.parameters())
     measured = Measurement(
         device=torch.cuda.get_device_name() if cuda else "cpu",
-        contention=1.0 if cuda else max(1.0, layout.ranks * study.threads / available_cores()),
+        contention=1.0 if cuda else fmean(slowed),
         tokens=tokens,
         tokens_per_second=tokens / median,
         step=median,
@@ -203,6 +206,15 @@ def measure(layout: Layout, study: Study) -> tuple[Measurement, list[RecordedLay
         expert_parameters=held,
     )
     return measured, routing
+
+
+def _slowdown(ranks: Ranks) -> float:
+    """Wall time over processor time while all ranks compute, the mean over them; 1 where each has a core of its own."""
+    ranks.barrier()
+    wall, own, x = time.perf_counter(), time.thread_time(), torch.ones(64, 64)
+    while time.perf_counter() - wall < _SLOWDOWN_SECONDS:
+        torch.mm(x, x)
+    return fmean(ranks.gather((time.perf_counter() - wall) / max(time.thread_time() - own, 1e-9)))
 
 
 def _count_exchange(
@@ -270,8 +282,3 @@ def _digits(count: int, rank: int) -> tuple[dict[str, Tensor], Tensor]:
     chosen = torch.randint(len(items), (count,), generator=torch.Generator().manual_seed(rank)).tolist()
     inputs, labels = task.collate([items[i] for i in chosen])
     return {"x": inputs["x"]}, labels
-
-
-def available_cores() -> int:
-    """CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)

@@ -111,11 +111,12 @@ def record_run(folder: Path, tokens: int) -> Path:
     captured = capture(run.model, run.layers, draw_sample(run, tokens).batches("recording"))
     layers = {}
     for name, layer in run.layers.items():
-        routing = captured[name].routing
-        if not hasattr(routing, "shared_blocks"):
-            raise UserError(f"{folder} trained {run.config.model.moe}, which shares no blocks; record a UniF-MoE run.")
-        sizes = layer.config.model_dim, layer.config.hidden_dim, layer.config.gated
-        layers[name] = RecordedLayer((routing.gates != 0).numpy(), routing.shared_blocks.numpy(), *sizes)
+        if hasattr(captured[name].routing, "shared_blocks"):
+            active, shared = (captured[name].routing.gates != 0), captured[name].routing.shared_blocks
+            sizes = layer.config.model_dim, layer.config.hidden_dim, layer.config.gated
+            layers[name] = RecordedLayer(active.numpy(), shared.numpy(), *sizes)
+    if not layers:
+        raise UserError(f"{folder} has no UniF-MoE layer; give the folder of a run with model.moe unif.")
     write_routing(folder / FILE, layers, run.config.data.task)
     return folder / FILE
 

@@ -99,7 +99,7 @@ def _figure(points: list[Point], study: Study, path: Path) -> Path:
         volume.legend([*sent, *least, *tutel], ["sent", "least possible", "Tutel, padded"], **below)
     _bars(figure.add_subplot(grid[1, :]), points, experts, ranks)
     busy = max(p.result.contention for p in points)
-    note = f" (up to {busy:g} CPU threads per core)" if busy > 1 else ""
+    note = f" (cores shared, up to {busy:.1f} times as slow)" if busy >= 1.1 else ""
     last = points[-1]  # the most ranks
     figure.suptitle(
         f"UniF-MoE training steps on {last.result.device.upper()} ranks{note}: {last.layout.dispatcher}, ZeRO "

@@ -67,7 +67,7 @@ TRUE = {
     "experts": [3e-11, 1e-4],
     "route": [2e-4, 3e-7],
     "dense": [5e-3, 2e-6, 4e-9],
-    "exchange": [3e-4, 2e-9, 0.7],
+    "exchange": [1e-4, 3e-4, 2e-9, 0.7],
     "all_reduce": [2e-3, 3e-9],
     "optimizer": [1e-3, 9e-9, 1e-9],
 }
@@ -90,6 +90,7 @@ def workloads(count: int) -> list[Workload]:
                 flops=3e9 * b,
                 extra_flops=2e8 * c,
                 groups=float(random.integers(20, 500)),
+                collectives=10.0 * (1 + i % 2) * (size > 1),
                 messages=10.0 * (size - 1),
                 bytes=1e6 * d * (size > 1),
                 dense_parameters=8e5 * e,

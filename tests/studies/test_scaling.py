@@ -115,7 +115,8 @@ def test_sweep_measures_plots_and_continues(tmp_path, capsys):
         assert number["minimum_bytes"] < number["sent_bytes"] <= number["tutel_bytes"] * 2
         beyond = 2 * (16 + 38) / 30 + 1  # counts, alignment, and bits of active experts
         assert number["sent_bytes"] - number["minimum_bytes"] <= beyond
-        assert number["exchange_messages"] == 5
+        assert number["exchange_messages"] == number["exchange_collectives"] == 5
+        assert 0.9 < number["contention"] < 100
         # Both ranks' work together is what routing asked for: C_B blocks per token.
         assert number["rank_blocks"] >= number["blocks_per_token"] * 15 * 0.9
         assert number["memory"] > 0

@@ -28,7 +28,7 @@ RATES = CostModel(
         "experts": [1e-3, 0.0],
         "route": [2.0, 0.5],
         "dense": [1.0, 0.0, 0.0],
-        "exchange": [0.0, 0.0, 1.0],
+        "exchange": [0.0, 0.0, 0.0, 1.0],
         "all_reduce": [0.0, 0.0],
         "optimizer": [0.0, 0.1, 0.0],
     }

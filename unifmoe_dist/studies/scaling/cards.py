@@ -56,7 +56,7 @@ def card_model(card: Card, job: Job) -> CostModel:
             "experts": [1 / card.experts, 0.0],
             "route": [card.route_layer, card.route_token],
             "dense": [0.0, per_token, 3 * job.itemsize / card.memory],
-            "exchange": [0.0, 0.0, 1.0],
+            "exchange": [0.0, 0.0, 0.0, 1.0],
             "all_reduce": [0.0, 0.0],
             "optimizer": [0.0, _UPDATE_BYTES / card.memory, 0.0],
         }

@@ -6,7 +6,7 @@ The step is a sum of six terms. Each is fitted by non-negative least squares to 
     experts      per floating-point operation of the mean rank, per (expert, block) group
     route        per layer, per token and layer
     dense        the rest: a constant, per token, per parameter held (its gradient is written and flattened)
-    exchange     per message to a peer, per byte, per second that the busiest rank computes longer than the average
+    exchange     per collective, per message to a peer, per byte, per second that the busiest rank computes longer
     all_reduce   per ring step, per byte
     optimizer    a constant, per parameter updated, per parameter held
 
@@ -46,7 +46,7 @@ UNITS = {
     "experts": ("s/FLOP", "s/group"),
     "route": ("s/layer", "s/token and layer"),
     "dense": ("s", "s/token", "s/parameter"),
-    "exchange": ("s/message", "s/byte", "s/s"),
+    "exchange": ("s/collective", "s/message", "s/byte", "s/s"),
     "all_reduce": ("s/ring step", "s/byte"),
     "optimizer": ("s", "s/parameter updated", "s/parameter held"),
 }
@@ -66,6 +66,7 @@ class Workload:
     flops: float  # of the experts on the mean rank, forward and backward
     extra_flops: float  # how many more the busiest rank has
     groups: float  # (expert, block) groups per rank, over all layers
+    collectives: float  # of exchanges per step
     messages: float  # to peers per step
     bytes: float  # sent to peers per step
     dense_parameters: float  # that every rank holds
@@ -106,7 +107,7 @@ class Workload:
             "experts": [c * self.flops, c * self.groups],
             "route": [c * self.layers, c * self.layers * self.tokens],
             "dense": [c, c * self.tokens, c * self.held],
-            "exchange": [c * self.messages, c * self.bytes, c * late],
+            "exchange": [c * self.collectives, c * self.messages, c * self.bytes, c * late],
             "all_reduce": [c * self.ring_steps, c * self.ring_bytes],
             "optimizer": [c, c * self.updated, c * self.held],
         }
@@ -127,6 +128,7 @@ def workload(point: Point, study: Study) -> Workload:
         flops=per_block * mean,
         extra_flops=per_block * max(0.0, result.rank_blocks - mean),
         groups=layers * study.blocks * (1 + layout.experts / layout.expert_parallel),
+        collectives=result.exchange_collectives,
         messages=result.exchange_messages,
         bytes=result.exchange_bytes,
         dense_parameters=result.dense_parameters,

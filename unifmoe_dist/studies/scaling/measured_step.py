@@ -109,6 +109,7 @@ class Measurement:
     minimum_bytes: float  # the least possible for the same routing
     tutel_bytes: float  # Tutel's padded exchange for the same routing
     exchange_bytes: float  # per step of the rank that sends most, over all layers
+    exchange_collectives: float  # that a rank takes part in per step
     exchange_messages: float  # to peers per rank and step
     memory: float  # highest over ranks of the bytes that training takes, from weights to buffers (`process_peak`)
     load_imbalance: float  # load of the busiest expert over the mean, averaged over layers
@@ -194,6 +195,7 @@ def measure(layout: Layout, study: Study) -> tuple[Measurement, list[RecordedLay
         **{name: float(mean[name]) for name in (*PARTS, "loss")},
         **{f"{name}_bytes": float(total[name]) / (tokens * len(layers)) for name in ("sent", "minimum", "tutel")},
         exchange_bytes=float(most["sent"]),
+        exchange_collectives=float(counted["collectives"]),
         exchange_messages=float(counted["messages"]),
         memory=float(most["memory"]),
         load_imbalance=fmean(max(u.expert_load) * len(u.expert_load) / sum(u.expert_load) for u in usage),
@@ -233,7 +235,7 @@ def _count_exchange(
     for of_ranks in zip(*ranks.gather([(tap.gates != 0, ~tap.residual_blocks) for tap in taps]), strict=True):
         active, shared = (torch.cat(part).cpu().numpy() for part in zip(*of_ranks, strict=True))
         routing.append(RecordedLayer(active, shared, study.width, 4 * study.width, gated=False))
-    return {"sent": count.bytes, "messages": count.messages, **sums}, routing
+    return {"sent": count.bytes, "collectives": count.collectives, "messages": count.messages, **sums}, routing
 
 
 class _Tap:

@@ -62,9 +62,10 @@ class Links:
     @staticmethod
     def fitted(model: CostModel, ranks_per_node: int, slowed: float) -> Links:
         """Those of ranks that were measured on one host, as if it were several; shared cores slow what they copy."""
-        message, byte, _ = model.coefficients["exchange"]
+        collective, message, byte, _ = model.coefficients["exchange"]
         gbps = 8e-9 / (slowed * byte) if byte else 1e9
-        return Links(ranks_per_node, gbps, gbps, message=slowed * message, overlap=False)
+        latency = slowed * collective
+        return Links(ranks_per_node, gbps, gbps, latency, latency, slowed * message, overlap=False)
 
     def split(self, sent: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Bytes (R, R) inside and between nodes."""
@@ -164,7 +165,7 @@ def group_size(experts: int, ranks: int, ranks_per_node: int) -> int:
 def _step(
     job: Job, ranks: int, size: int, crossings: Sequence[Crossings], model: CostModel, links: Links, exchange: str
 ) -> Step:
-    first, (rate, per_group), late = job.layers[0], model.coefficients["experts"], model.coefficients["exchange"][2]
+    first, (rate, per_group), late = job.layers[0], model.coefficients["experts"], model.coefficients["exchange"][3]
     per_node = min(size, links.ranks_per_node)
     sums = dict.fromkeys(PARTS, 0.0)
     link_bytes, kept, flying, flops = np.zeros((2, 2, size)), np.zeros(size), 0.0, 0.0
@@ -203,6 +204,7 @@ def _step(
         flops=job.repeats * flops,
         extra_flops=0.0,
         groups=0.0,
+        collectives=0.0,
         messages=0.0,
         bytes=0.0,
         dense_parameters=job.dense_parameters,

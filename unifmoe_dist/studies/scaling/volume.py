@@ -126,9 +126,9 @@ def padded_volume(traffic: Traffic, ranks: Ranks) -> Volume:
 def counting_bytes(ranks_per_node: int = 1) -> Iterator[Any]:
     """Count what this rank hands to torch.distributed.all_to_all_single for other nodes, small exchanges included.
 
-    Yields running totals: `bytes`, and `messages`, one per peer and collective.
+    Yields running totals: `bytes`, `collectives`, and `messages`, one per peer and collective.
     """
-    count, original = SimpleNamespace(bytes=0, messages=0), dist.all_to_all_single
+    count, original = SimpleNamespace(bytes=0, collectives=0, messages=0), dist.all_to_all_single
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(original).bind(*args, **kwargs).arguments
@@ -137,6 +137,7 @@ def counting_bytes(ranks_per_node: int = 1) -> Iterator[Any]:
         splits = given.get("input_split_sizes") or [len(sent) // len(peers)] * len(peers)
         away = [rows for peer, rows in zip(peers, splits, strict=True) if peer // ranks_per_node != node]
         count.bytes += sent.element_size() * math.prod(sent.shape[1:]) * sum(away)
+        count.collectives += 1
         count.messages += len(away)
         return original(*args, **kwargs)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -81,7 +81,6 @@ class Study:
 
 TOKENS_PER_IMAGE = 5
 _PROFILED_STEPS = 2
-_SLOWDOWN_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -172,10 +171,11 @@ def measure(layout: Layout, study: Study) -> tuple[Measurement, list[RecordedLay
             step()
         collect_usage(model, ranks)  # forgets the warm-up
         ranks.barrier()
-        slowed = [_slowdown(ranks)]
+        before = _scheduled()
         slowest = np.max(ranks.gather([seconds(step, ranks.device) for _ in range(study.steps)]), axis=0)
-        slowed.append(_slowdown(ranks))
+        computed, waited = (now - then for now, then in zip(_scheduled(), before, strict=True))
         low, median, high = np.quantile(slowest, (0.25, 0.5, 0.75)).tolist()
+        slowed = fmean(ranks.gather(1 + waited / max(computed, 1)))
         own = {"loss": float(losses[-1]), "memory": process_peak(ranks.device) - memory_before}
         usage = list(collect_usage(model, ranks).values())
         own |= split_step(step, median, _PROFILED_STEPS, ranks.device)
@@ -187,7 +187,7 @@ def measure(layout: Layout, study: Study) -> tuple[Measurement, list[RecordedLay
     held = sum(p.numel() for layer in layers for p in layer.experts.parameters())
     measured = Measurement(
         device=torch.cuda.get_device_name() if cuda else "cpu",
-        contention=1.0 if cuda else fmean(slowed),
+        contention=1.0 if cuda else slowed,
         tokens=tokens,
         tokens_per_second=tokens / median,
         step=median,
@@ -210,13 +210,11 @@ def measure(layout: Layout, study: Study) -> tuple[Measurement, list[RecordedLay
     return measured, routing
 
 
-def _slowdown(ranks: Ranks) -> float:
-    """Wall time over processor time while all ranks compute, the mean over them; 1 where each has a core of its own."""
-    ranks.barrier()
-    wall, own, x = time.perf_counter(), time.thread_time(), torch.ones(64, 64)
-    while time.perf_counter() - wall < _SLOWDOWN_SECONDS:
-        torch.mm(x, x)
-    return fmean(ranks.gather((time.perf_counter() - wall) / max(time.thread_time() - own, 1e-9)))
+def _scheduled() -> tuple[int, int]:
+    """Nanoseconds that this thread computed, and that it waited for a core; Linux alone tells."""
+    path = Path("/proc/thread-self/schedstat")
+    computed, waited, _ = map(int, path.read_text().split()) if path.exists() else (1, 0, 0)
+    return computed, waited
 
 
 def _count_exchange(

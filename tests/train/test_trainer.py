@@ -159,10 +159,16 @@ def undisturbed(tmp_path_factory):
     [((2, 2), (1, 1)), ((1, 1), (2, 2)), ((2, 1), (2, 2)), ((4, 2), (4, 4)), ((4, 4), (1, 1)), ((4, 2), (2, 2))],
 )
 def test_resume_at_another_layout(before, after, undisturbed, tmp_path):
+    """Experts on four ranks are on two nodes: a flat run goes on with `two_level`, and one with `two_level` goes on."""
     whole, weights, _ = undisturbed
     options = dict(optimizer="adamw", eval_every=4, fresh=True)
-    run_ranks(before[0], train, str(tmp_path), 8, 4, expert_parallel_size=before[1], **options)
-    results = run_ranks(after[0], train, str(tmp_path), 8, None, resume=True, expert_parallel_size=after[1], **options)
+
+    def layout(size: int) -> dict:
+        over_nodes = dict(dispatcher="two_level", ranks_per_node=2) if size == 4 else {}
+        return dict(expert_parallel_size=size, **over_nodes)
+
+    run_ranks(before[0], train, str(tmp_path), 8, 4, **layout(before[1]), **options)
+    results = run_ranks(after[0], train, str(tmp_path), 8, None, resume=True, **layout(after[1]), **options)
     for rest, resumed, _ in results:
         assert rest == pytest.approx(whole[4:], abs=1e-4)
         for name, weight in resumed.items():

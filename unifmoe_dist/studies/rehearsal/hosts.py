@@ -9,7 +9,9 @@ the first process of each host reads a pipe from it, and the kernel ends a host 
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -55,6 +57,10 @@ class Host:
         environment = {**os.environ, "TMPDIR": str(self._scratch), **variables}
         pipes: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         return subprocess.Popen(self.command(words), env=environment, text=True, **pipes)
+
+    def sent_bytes(self) -> int:
+        """What its interface has sent so far, by its own count."""
+        return sent_bytes(f"/proc/{self.pid}")
 
     def kill(self) -> None:
         """End every process of the host at once, as a power failure does, and its network with them."""
@@ -112,6 +118,23 @@ class Network(AbstractContextManager):
         """Put the cable back."""
         self._in_switch("ip", "link", "set", host.name, "up")
 
+    def limit(self, megabits: float) -> None:
+        """Limit what every host sends, by a token bucket at its interface with a queue of up to 400 ms.
+
+        Raises:
+            UserError: the machine cannot.
+        """
+        shape = ["rate", f"{megabits}mbit", "burst", f"{max(32, megabits)}kbit", "latency", "400ms"]
+        for host in self.hosts:
+            try:
+                _call(host.command(["tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *shape]))
+            except (OSError, subprocess.CalledProcessError) as error:
+                said = str(getattr(error, "stderr", None) or error).strip()
+                raise UserError(
+                    f"the link cannot be limited here ({said}); install iproute2's tc, and run as root on a "
+                    "kernel with sch_tbf."
+                ) from error
+
     def slow(self, megabits: float, loss_percent: float) -> None:
         """Limit the rate of every link towards its host, with queues of up to 50 ms, and lose packets in the switch."""
         for host in self.hosts:
@@ -142,6 +165,24 @@ class Network(AbstractContextManager):
     def _in_switch(self, *words: str) -> None:
         assert self._switch is not None
         _call(["nsenter", f"--target={psutil.Process(self._switch.pid).children()[0].pid}", "--net", *words])
+
+
+def enter(first_process: int) -> None:
+    """Move this thread, and what it starts, into the network and under the name of a host; its files stay as they are.
+
+    Raises:
+        OSError: the kernel refused.
+    """
+    for kind in ("net", "uts"):
+        with open(f"/proc/{first_process}/ns/{kind}") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"the {kind} namespace of process {first_process} is closed")
+
+
+def sent_bytes(process: str = "/proc/thread-self") -> int:
+    """What eth0 of a process's network has sent so far."""
+    (line,) = re.findall(r"^ *eth0: *(.*)$", Path(process, "net/dev").read_text(), re.M)
+    return int(line.split()[8])
 
 
 def _hold(namespaces: Sequence[str], arguments: Sequence[str]) -> subprocess.Popen:

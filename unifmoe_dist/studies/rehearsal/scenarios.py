@@ -1,5 +1,7 @@
 """What a cluster does to a job, done to a small training run whose experts are sharded over the hosts.
 
+With two ranks on a host these travel by `two_level`, which finds the nodes by the hosts' names.
+
 Every scenario is judged by the losses: however often it was stopped, a run must end with those of an undisturbed one.
 """
 
@@ -33,16 +35,17 @@ say = partial(print, flush=True)
 
 
 class Job(AbstractContextManager):
-    """Context manager of a training run on some hosts, one rank each, started by torchrun on every one.
+    """Context manager of a training run on some hosts, started by torchrun on every one.
 
     Args:
         hosts: Where it runs; the first one holds the rendezvous.
         run: Folder of the run, which all hosts share.
+        ranks: On each host.
     """
 
-    def __init__(self, hosts: Sequence[Host], run: Path) -> None:
+    def __init__(self, hosts: Sequence[Host], run: Path, ranks: int = 1) -> None:
         self.hosts, self.run = hosts, run
-        words = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}", "--nproc-per-node=1"]
+        words = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}", f"--nproc-per-node={ranks}"]
         words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={hosts[0].name}:{PORT}"]
         words += [str(script("train")), *OPTIONS, "--output", str(run)]
         number = len(list(run.parent.glob(f"{run.name}-*.log")))
@@ -66,7 +69,7 @@ class Job(AbstractContextManager):
         time.sleep(0.3)
 
     def wait_for_ranks(self) -> float:
-        """Wait until the rank of every host that is still there has said why it stops; returns the seconds."""
+        """Wait until a rank of every host that is still there has said why it stops; returns the seconds."""
         started = time.monotonic()
         while any(s is None and p.poll() is None for s, p in zip(self._sentences(), self._processes, strict=True)):
             if time.monotonic() - started > ENDS_SECONDS:
@@ -116,7 +119,7 @@ class Job(AbstractContextManager):
                 process.wait()
 
     def _sentences(self) -> list[str | None]:
-        """By host, why its rank stopped, if another was the cause."""
+        """By host, why its first rank to stop did, if another was the cause."""
         texts = (log.read_text(errors="replace") for log in self.logs)
         found = (re.search(r"^rank \d+ stops because .*$", text, re.M) for text in texts)
         return [match.group() if match else None for match in found]
@@ -127,15 +130,15 @@ def losses(run: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in read_metrics(run) if record["kind"] == "train"}
 
 
-def whole(network: Network, run: Path) -> None:
-    """two hosts, one rank each, experts sharded over both"""
-    with Job(network.hosts, run) as job:
+def whole(network: Network, run: Path, ranks: int) -> None:
+    """two hosts, experts sharded over both"""
+    with Job(network.hosts, run, ranks) as job:
         job.complete()
 
 
-def cut(network: Network, run: Path) -> None:
+def cut(network: Network, run: Path, ranks: int) -> None:
     """the second host's cable is pulled in mid-run, put back, and the same command run again"""
-    with Job(network.hosts, run) as job:
+    with Job(network.hosts, run, ranks) as job:
         job.wait_for_checkpoint()
         network.cut(network.hosts[1])
         say("  cable pulled; packets now vanish")
@@ -143,21 +146,21 @@ def cut(network: Network, run: Path) -> None:
         network.mend(network.hosts[1])
         say("  cable put back")
         job.fail()
-    whole(network, run)
+    whole(network, run, ranks)
 
 
-def kill(network: Network, run: Path) -> None:
+def kill(network: Network, run: Path, ranks: int) -> None:
     """the second host dies in mid-run, and the first goes on alone with the same options"""
-    with Job(network.hosts, run) as job:
+    with Job(network.hosts, run, ranks) as job:
         job.wait_for_checkpoint()
         network.hosts[1].kill()
         say("  every process of node1 killed")
         job.fail()
-    with Job(network.hosts[:1], run) as job:
+    with Job(network.hosts[:1], run, ranks) as job:
         job.complete()
 
 
-def slow(network: Network, run: Path) -> None:
+def slow(network: Network, run: Path, ranks: int) -> None:
     """100 Mbit/s, queues of up to 50 ms, one packet in a hundred lost"""
     try:
         network.slow(megabits=100, loss_percent=1)
@@ -166,14 +169,16 @@ def slow(network: Network, run: Path) -> None:
         raise UserError(
             f"the network cannot be slowed here ({said}); install nftables, or rehearse cut and kill."
         ) from error
-    whole(network, run)
+    whole(network, run, ranks)
 
 
 SCENARIOS = {"cut": cut, "kill": kill, "slow": slow}
 
 
-def rehearse(names: Iterable[str], folder: Path) -> None:
+def rehearse(names: Iterable[str], folder: Path, ranks: int = 1) -> None:
     """Run scenarios over new hosts, after an undisturbed run, and say what happens; runs and logs go into the folder.
+
+    Every host has `ranks` ranks.
 
     Raises:
         UserError: a job did not do what it must; the sentence says what.
@@ -183,7 +188,7 @@ def rehearse(names: Iterable[str], folder: Path) -> None:
         say(f"{name}: {scenario.__doc__}")
         started, run = time.monotonic(), folder / name
         with Network() as network:
-            scenario(network, run)
+            scenario(network, run, ranks)
         found = losses(run)
         expected = expected or found
         if found.keys() != expected.keys():

@@ -155,7 +155,7 @@ def measure(layout: Layout, study: Study) -> tuple[Measurement, list[RecordedLay
     config = train_config(layout, study)
     with running_ranks(layout.expert_parallel) as ranks:
         seed_everything(0)
-        batch = _digits(layout.batch, ranks.rank)
+        batch = digits_batch(layout.batch, ranks.rank)
         deepspeed.load_all()  # or it would count as memory of training
         memory_before = process_peak(ranks.device)
         model = build.install_layers(config, build_digits_vit(embed_dim=study.width, depth=study.depth), ranks)
@@ -275,7 +275,7 @@ class _Tap:
         return {**found, "chosen": self.chosen, "received": self.received}
 
 
-def _digits(count: int, rank: int) -> tuple[dict[str, Tensor], Tensor]:
+def digits_batch(count: int, rank: int) -> tuple[dict[str, Tensor], Tensor]:
     """A rank's batch of the digits task: (count, 1, 16, 16) images and (count,) labels."""
     task = digits_task()
     items = [item for dataset in task.train for item in dataset]  # type: ignore[attr-defined]

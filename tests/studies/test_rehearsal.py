@@ -77,13 +77,14 @@ def wait_until(there: Path) -> None:
         time.sleep(0.01)
 
 
-def move(rank: int, first_processes: list[int], pause: str | None = None) -> None:
-    """Become a process of host `rank`, as if a launcher there had started this one. Step 5 waits for `pause`/go."""
+def move(rank: int, first_processes: list[int], pause: str | None = None, here: int = 1) -> None:
+    """Become one of `here` ranks of a host, as if a launcher there had started it. Step 5 waits for `pause`/go."""
     for kind in ("net", "uts", "mnt"):
-        with open(f"/proc/{first_processes[rank]}/ns/{kind}") as namespace:
+        with open(f"/proc/{first_processes[rank // here]}/ns/{kind}") as namespace:
             assert ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0) == 0, os.strerror(ctypes.get_errno())
     subprocess.run(["mount", "-t", "proc", "proc", "/proc"], check=True)  # numbers processes as this one is numbered
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="node0", MASTER_PORT="29500")
+    os.environ.update(LOCAL_RANK=str(rank % here), LOCAL_WORLD_SIZE=str(here))
+    os.environ.update(MASTER_ADDR="node0", MASTER_PORT="29500")
 
     def wait() -> None:
         Path(pause, "there").touch()
@@ -120,6 +121,28 @@ def test_a_cut_cable_ends_the_job_and_it_goes_on_when_mended(two_hosts, whole, t
     two_hosts.mend(two_hosts.hosts[1])
     assert start(tmp_path, two_hosts).finish().statuses == [0, 0]
     assert losses(tmp_path) == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("event", ["cut", "kill"])
+def test_two_hosts_of_two_ranks_that_lose_one_another(event, two_hosts, whole, tmp_path):
+    """Experts travel by `two_level`, which `auto` takes here; what is left goes on flat."""
+    pids = [host.pid for host in two_hosts.hosts]
+    job = RunningJob(tmp_path, 4, words(tmp_path), move, pids, str(tmp_path), 2)
+    wait_until(tmp_path / "there")
+    if event == "cut":
+        two_hosts.cut(two_hosts.hosts[1])
+    else:
+        for process in job.processes[2:]:
+            process.kill()
+    (tmp_path / "go").touch()
+    ended = job.finish()
+    assert ended.statuses[:2] == [1, 1] and "Traceback" not in "".join(ended.outputs[:2])
+    for rank in (0, 1):
+        assert ended.outputs[rank].count(f"rank {rank} stops because rank ") == 1
+    rest = RunningJob(tmp_path, 2, words(tmp_path)).finish()
+    assert rest.statuses == [0, 0]
+    assert losses(tmp_path) == pytest.approx(whole, abs=1e-5)
 
 
 @pytest.mark.slow

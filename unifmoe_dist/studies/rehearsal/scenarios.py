@@ -59,7 +59,7 @@ class Job(AbstractContextManager):
     def __exit__(self, *_: object) -> None:
         self.kill()
 
-    def wait_for_checkpoint(self, seconds: float = 120) -> None:
+    def wait_for_checkpoint(self, seconds: float = 300) -> None:
         """Wait until the run has one, and a step or two more."""
         pointer, limit = self.run / "checkpoints" / "latest", time.monotonic() + seconds
         while not pointer.is_file():

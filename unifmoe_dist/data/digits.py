@@ -45,12 +45,12 @@ class Digits(Task):
 
     title = "Digits"
     num_classes = NUM_CLASSES
-    environments = ENVIRONMENTS
-    ignored = ("data.root", "model.backbone", "model.pretrained", "model.dropout", "model.drop_path", "data.image_size")
+    environments: tuple[str, ...] = ENVIRONMENTS
+    ignored: tuple[str, ...] = ("data.root", "model.backbone", "model.pretrained", "model.dropout", "model.drop_path", "data.image_size")
     mean, std = (MEAN,), (STD,)
     stroke_above = MEAN
     backbone_sizes = 0.31e6, 64, 256
-    step_seconds = 0.045, 0.095
+    step_seconds: tuple[float, float] | None = (0.045, 0.095)
     base_config = "digits-comparison.yaml"
     # EMoE's 24 experts do not divide an FFN 256 wide: 3 of 16, nearly the same share of it.
     method_options = dict.fromkeys(("emoe", "emoe-learn"), {"model.num_experts": 16, "model.top_k": 3})

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 TASKS = {
     "digits": "unifmoe_dist.data.digits:Digits",
+    "digit-sources": "unifmoe_dist.data.digit_sources:DigitSources",
     "acceptability": "unifmoe_dist.data.acceptability:Acceptability",
     "pacs": "unifmoe_dist.data.domainbed:DomainBed",
     "vlcs": "unifmoe_dist.data.domainbed:DomainBed",

@@ -46,7 +46,14 @@ class Digits(Task):
     title = "Digits"
     num_classes = NUM_CLASSES
     environments: tuple[str, ...] = ENVIRONMENTS
-    ignored: tuple[str, ...] = ("data.root", "model.backbone", "model.pretrained", "model.dropout", "model.drop_path", "data.image_size")
+    ignored: tuple[str, ...] = (
+        "data.root",
+        "model.backbone",
+        "model.pretrained",
+        "model.dropout",
+        "model.drop_path",
+        "data.image_size",
+    )
     mean, std = (MEAN,), (STD,)
     stroke_above = MEAN
     backbone_sizes = 0.31e6, 64, 256

@@ -327,7 +327,7 @@ def test_kernels_are_launched_on_the_device_of_their_tokens(monkeypatch):
     assert len(launched) > 8 and all(launched)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("autocast", [pytest.param(False, marks=SLOW), True])
 def test_columns_and_copies_serve_all_passes_of_a_step(autocast, monkeypatch):
     """Router and prototypes are packed once a step, and results are those of packing and casting in every pass."""
     packed = []

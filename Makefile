@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 IN_VENV := PATH="$(abspath $(BIN)):$$PATH"
 
-.PHONY: help setup train test compiled lint gpu docs docker docker-test clean
+.PHONY: help setup train test test-all compiled lint gpu docs docker docker-test clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
@@ -39,8 +39,13 @@ lint: $(STAMP) ## style (ruff), types (mypy) and Dockerfiles (hadolint)
 	$(BIN)/mypy
 	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cpu
 
-test: lint compiled ## style, types and all tests (PYTEST_ARGS="-k name")
-	$(IN_VENV) OMP_NUM_THREADS=1 UNIFMOE_TESTS_COMPILED=1 python -m pytest -q -n 2 --dist loadgroup --durations=10 $(PYTEST_ARGS)
+PYTEST := OMP_NUM_THREADS=1 UNIFMOE_TESTS_COMPILED=1 python -m pytest -q -n 2 --dist loadgroup --durations=20
+
+test: lint compiled ## style, types and tests but the slow ones (PYTEST_ARGS="-k name")
+	$(IN_VENV) $(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-all: lint compiled ## the slow ones too
+	$(IN_VENV) $(PYTEST) $(PYTEST_ARGS)
 
 # mypy uses one core: what the tests need compiled is made beside it.
 MAKEFLAGS += --jobs=2

@@ -110,7 +110,7 @@ FSDP_2 = {
     "ranks,choice",
     [
         (1, {}),
-        (1, {"ACCELERATE_MIXED_PRECISION": "bf16"}),
+        pytest.param(1, {"ACCELERATE_MIXED_PRECISION": "bf16"}, marks=pytest.mark.slow),  # some CPUs emulate it
         (2, {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}),
         (2, FSDP_2),
     ],

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.support.jobs import ROOT
@@ -32,6 +33,7 @@ def test_fsdp2(tmp_path):
     assert float(re.search(r"2 ranks: .* accuracy (\S+)", run(2, "fsdp2_loop.py", tmp_path))[1]) > 0.6
 
 
+@pytest.mark.slow  # tests/test_parallel.py loads more of them
 def test_distributed_checkpoints(tmp_path):
     """Steps 30 to 59 are the same on another number of ranks."""
     assert "2 ranks: steps 0 to 29" in run(2, "distributed_checkpoint.py", tmp_path, "saved")

@@ -27,7 +27,6 @@ COMMAND = ROOT / "launch" / "gpu_check.py"
 BROKEN = "tests.support.broken_parts"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is how it goes without a card")
 def test_the_whole_command_without_a_card(tmp_path):

@@ -19,21 +19,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from unifmoe_dist.config import TrainConfig
-from unifmoe_dist.data.digits import (
-    IMAGE_SIZE,
-    MEAN,
-    NUM_CLASSES,
-    STD,
-    Digits,
-    DigitsDataset,
-    build_digits_vit,
-    linear_baseline,
-    shift_image,
-)
-from unifmoe_dist.data.task import TaskData, collate_images, find_environment, split_seed
+from unifmoe_dist.data.digits import IMAGE_SIZE, MEAN, NUM_CLASSES, STD, Digits, DigitsDataset, leave_one_out
+from unifmoe_dist.data.task import TaskData, find_environment, split_seed
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.files import appearing
 
@@ -69,23 +59,8 @@ class DigitSources(Digits):
 
     def read(self, config: TrainConfig) -> TaskData:
         held = find_environment(config.data.held_out, self.title, SOURCES)
-        splits = [_split(images, split_seed(config), i) for i, images in enumerate(sources(config.data.root))]
-        kept = [i for i in range(len(SOURCES)) if i != held]
-        return TaskData(
-            name=self.name,
-            num_classes=NUM_CLASSES,
-            train=[splits[i][0] for i in kept],
-            validation=[splits[i][1] for i in kept],
-            test=[splits[held][0]],
-            environments=tuple(SOURCES[i] for i in kept),
-            collate=collate_images,
-            build_model=build_digits_vit,
-            augment=shift_image,
-            linear_baseline=linear_baseline,
-        )
-
-    def untrained(self, config: TrainConfig) -> nn.Module:
-        return build_digits_vit()
+        environments = dict(zip(SOURCES, sources(config.data.root), strict=True))
+        return leave_one_out(self.name, environments, held, split_seed(config))
 
 
 @cache
@@ -186,10 +161,3 @@ def _check(content: bytes, sha256: str, what: str) -> None:
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
         raise UserError(f"{what} is another version (sha256 {found[:12]}) than results are of ({sha256[:12]}).")
-
-
-def _split(images: DigitsDataset, seed: int, index: int) -> tuple[DigitsDataset, DigitsDataset]:
-    """The 80 % in-split and the 20 % out-split."""
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed * len(SOURCES) + index))
-    cut = int(0.8 * len(images))
-    return images.subset(order[:cut]), images.subset(order[cut:])

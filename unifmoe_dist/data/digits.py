@@ -9,6 +9,7 @@ out-splits, and the test is the held-out in-split.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache, partial
 
 import torch
@@ -86,15 +87,23 @@ def digits_task(held_out: str | int = DEFAULT_HELD_OUT, split_seed: int = 0) -> 
         UserError: ``held_out`` is no environment.
     """
     held_index = find_environment(held_out, Digits.title, ENVIRONMENTS)
-    splits = [_split(env, split_seed, index) for index, env in enumerate(_environments())]
+    return leave_one_out("digits", dict(zip(ENVIRONMENTS, _environments(), strict=True)), held_index, split_seed)
+
+
+def leave_one_out(
+    name: str, environments: Mapping[str, DigitsDataset], held_index: int, split_seed: int = 0
+) -> TaskData:
+    """A task of digits by environment with one of them held out; arguments as of `digits_task`."""
+    names = tuple(environments)
+    splits = [_split(env, split_seed * len(names) + index) for index, env in enumerate(environments.values())]
     kept = [index for index in range(len(splits)) if index != held_index]
     return TaskData(
-        name="digits",
+        name=name,
         num_classes=NUM_CLASSES,
         train=[splits[index][0] for index in kept],
         validation=[splits[index][1] for index in kept],
         test=[splits[held_index][0]],
-        environments=tuple(ENVIRONMENTS[index] for index in kept),
+        environments=tuple(names[index] for index in kept),
         collate=collate_images,
         build_model=build_digits_vit,
         augment=shift_image,
@@ -139,9 +148,9 @@ def _environments() -> tuple[DigitsDataset, ...]:
     return tuple(environments)
 
 
-def _split(environment: DigitsDataset, split_seed: int, index: int) -> tuple[DigitsDataset, DigitsDataset]:
+def _split(environment: DigitsDataset, seed: int) -> tuple[DigitsDataset, DigitsDataset]:
     """The 80 % in-split and the 20 % out-split."""
-    generator = torch.Generator().manual_seed(split_seed * len(ANGLES) + index)
+    generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(environment), generator=generator)
     cut = int(0.8 * len(environment))
     return environment.subset(order[:cut]), environment.subset(order[cut:])

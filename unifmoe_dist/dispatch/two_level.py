@@ -14,6 +14,7 @@ nodes, in one small exchange, and the rail tells these, in another. The host wai
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from unifmoe_dist.dispatch.alltoall import AllToAllExchange, on_host
 from unifmoe_dist.dispatch.nodes import Nodes
-from unifmoe_dist.dispatch.protocol import Arrivals, Experts, gradient_needs
+from unifmoe_dist.dispatch.protocol import Experts, gradient_needs
 from unifmoe_dist.eager import not_compiled
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_share import NOT_PICKLABLE
@@ -30,8 +31,8 @@ from unifmoe_dist.kernels import pack_tokens
 from unifmoe_dist.kernels.exchange import COUNTS
 from unifmoe_dist.profiling import profile_range
 
-NEAR, FAR = 0, 1
-"""Parts in which rows arrive: from the own node, and from others."""
+FAR = 1
+"""Part in which rows of other nodes arrive; those of the own node are part 0."""
 
 
 class TwoLevelDispatcher:
@@ -92,7 +93,7 @@ class TwoLevelExchange:
         with profile_range("dispatch"):
             onward = self._onward()
             arrived = onward.arrivals()
-        rows = experts(Arrivals(arrived.x, arrived.gates, arrived.blocks, FAR))
+        rows = experts(replace(arrived, part=FAR))
         with profile_range("combine"):
             onward.send_home(rows)
             self.far.send_home(onward.total())
@@ -142,12 +143,11 @@ def _agree(nodes: Nodes, near: Tensor, far: Tensor, onward: Tensor) -> tuple[_Ta
     inner_sides = _sides(flat[4 * number :], width, COUNTS + 2)
     # Every rank has now heard, by way of the rails, what any rank of the group wants.
     wants = [max(row[i] for row in inner_sides[1]) for i in range(2, COUNTS)]
-    tables = (
+    return (
         [[[*row[:2], *wants] for row in side] for side in inner_sides],
         [[[*row, *wants] for row in side] for side in rail_sides],
         [[[*row[COUNTS:], *wants] for row in side] for side in inner_sides],
     )
-    return tables
 
 
 def _sides(flat: list[int], ranks: int, columns: int) -> _Table:

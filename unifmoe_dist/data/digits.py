@@ -181,15 +181,15 @@ def shift_image(item: tuple[Tensor, int], generator: torch.Generator) -> tuple[T
 
 
 class ConvStem(nn.Sequential):
-    """``(N, 1, 16, 16) -> (N, width, 4, 4)``: two strided convolutions below the patch embedding.
+    """``(N, channels, S, S) -> (N, width, S/4, S/4)``: two strided convolutions below the patch embedding.
 
     On a thousand images this is what lets a transformer learn quickly. GroupNorm, not BatchNorm: the result
     for one image must not depend on the batch, or on how a batch is spread over ranks.
     """
 
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width: int = 32, channels: int = 1) -> None:
         super().__init__(
-            nn.Conv2d(1, width // 2, 3, stride=2, padding=1),
+            nn.Conv2d(channels, width // 2, 3, stride=2, padding=1),
             nn.GroupNorm(4, width // 2),
             nn.GELU(),
             nn.Conv2d(width // 2, width, 3, stride=2, padding=1),
@@ -198,19 +198,29 @@ class ConvStem(nn.Sequential):
         )
 
 
-def build_digits_vit(embed_dim: int = 64, depth: int = 6, num_heads: int = 4, dropout: float = 0.0) -> nn.Module:
+def build_digits_vit(
+    embed_dim: int = 64,
+    depth: int = 6,
+    num_heads: int = 4,
+    dropout: float = 0.0,
+    *,
+    channels: int = 1,
+    image_size: int = IMAGE_SIZE,
+    num_classes: int = NUM_CLASSES,
+) -> nn.Module:
     """A small timm ``VisionTransformer`` for ``(N, 1, 16, 16)`` images: 4 patches and a class token.
 
-    The FFN is ``4 * embed_dim`` wide; parameters come from torch's global generator; logits are ``(N, 10)``.
+    Other images are ``(N, channels, image_size, image_size)``, a patch for every 8 x 8 pixels. The FFN is
+    ``4 * embed_dim`` wide; parameters come from torch's global generator; logits are ``(N, num_classes)``.
     """
     from timm.layers.hybrid_embed import HybridEmbed
     from timm.models.vision_transformer import VisionTransformer
 
     return VisionTransformer(
-        img_size=IMAGE_SIZE,
-        patch_size=2,  # counted on the stem's 4x4 map, so 4 patches
-        in_chans=1,
-        num_classes=NUM_CLASSES,
+        img_size=image_size,
+        patch_size=2,  # counted on the stem's map, 4x4 for digits, so 4 patches
+        in_chans=channels,
+        num_classes=num_classes,
         global_pool="avg",
         fc_norm=False,
         embed_dim=embed_dim,
@@ -218,7 +228,7 @@ def build_digits_vit(embed_dim: int = 64, depth: int = 6, num_heads: int = 4, dr
         num_heads=num_heads,
         mlp_ratio=4.0,
         proj_drop_rate=dropout,
-        embed_layer=partial(HybridEmbed, backbone=ConvStem()),
+        embed_layer=partial(HybridEmbed, backbone=ConvStem(channels=channels)),
     )
 
 

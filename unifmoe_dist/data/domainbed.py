@@ -7,6 +7,8 @@ set"), and the test is the held-out environment's in-split (Gulrajani and Lopez-
 from __future__ import annotations
 
 import hashlib
+import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -102,6 +104,24 @@ class DomainBed(Task):
 
     def offline(self, config: TrainConfig, backbone: Path | None) -> TrainConfig:
         return replace(config, model=replace(config.model, pretrained="none"))
+
+    def prepare(self, archives: Sequence[Path], root: Path | None, progress: bool) -> str:
+        """Unpack the official archives, which are downloaded where that is possible without a browser."""
+        from unifmoe_dist.data.image_folders import DATA
+        from unifmoe_dist.data.prepare import fetch_archives, fetch_duplicates, prepare
+
+        benchmark, root = BENCHMARKS[self.name], root or DATA / self.name
+        if not archives:
+            archives = fetch_archives(benchmark, root / "archives", progress)
+            if benchmark.duplicates is not None:
+                fetch_duplicates(benchmark.duplicates, root / "archives", progress)
+        folder = prepare(benchmark, archives, root, progress)
+        found = DATA.resolve() in (root.resolve(), root.resolve().parent)  # then no root need be named
+        words = ["--config", f"configs/{self.base_config}", *([] if found else ["--data.root", str(root)])]
+        return (
+            f"{folder} is ready; train with: deepspeed launch/train.py {shlex.join(words)} "
+            f"--data.held_out {shlex.quote(self.environments[-1])}"
+        )
 
     def timm_arguments(self, config: TrainConfig) -> dict[str, Any]:
         """The size, and dropout: timm makes it a layer, which counts in the names of weights after it."""

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 TASKS = {
     "digits": "unifmoe_dist.data.digits:Digits",
     "digit-sources": "unifmoe_dist.data.digit_sources:DigitSources",
+    "emoji": "unifmoe_dist.data.emoji:Emoji",
+    "emoji-seen": "unifmoe_dist.data.emoji:EmojiSeen",
     "acceptability": "unifmoe_dist.data.acceptability:Acceptability",
     "pacs": "unifmoe_dist.data.domainbed:DomainBed",
     "vlcs": "unifmoe_dist.data.domainbed:DomainBed",
@@ -30,6 +32,9 @@ TASKS = {
     "rte": "unifmoe_dist.data.glue:Glue",
 }
 """Module and class of every task, by the value of `data.task`; a class may serve several data sets."""
+
+PREPARED = ("digit-sources", "emoji", "pacs", "vlcs", "officehome", "terraincognita", "domainnet")
+"""Those that `launch/data.py prepare` takes."""
 
 
 def register_task(name: str, place: str) -> None:

@@ -173,6 +173,19 @@ class Task:
         """
         return config
 
+    def prepare(self, archives: Sequence[Path], root: Path | None, progress: bool) -> str:
+        """Put official files where `read` finds them, for tasks in `PREPARED`; gives what to tell the user.
+
+        Args:
+            archives: The files, where the user names them.
+            root: Folder to write to; None takes one that `read` looks in.
+            progress: Whether to show it.
+
+        Raises:
+            UserError: a file is missing, unreadable or another one than results are of.
+        """
+        raise NotImplementedError
+
     def timm_arguments(self, config: TrainConfig) -> dict[str, Any]:
         """What timm needs besides an architecture's name to build a model whose weights have the same names."""
         return {}

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from unifmoe_dist.dispatch.exchange import AsyncExchange
 from unifmoe_dist.dispatch.protocol import Arrivals, SinglePart, gradient_needs
+from unifmoe_dist.dispatch.runs import start_runs
 from unifmoe_dist.eager import not_compiled
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_share import NOT_PICKLABLE
@@ -128,11 +129,8 @@ class _Pending:
     def __init__(self, group: dist.ProcessGroup, packed: Packed, unpack: _Unpack) -> None:
         self.packed, self.unpack = packed, unpack  # kept until all is here
         self.arrived = packed.buffer.new_empty((sum(packed.output_splits),))
-        self.work = dist.all_to_all_single(
-            self.arrived, packed.buffer, packed.output_splits, packed.input_splits, group=group, async_op=True
-        )
+        self.work = start_runs(self.arrived, packed.buffer, packed.output_splits, packed.input_splits, group)
 
     def wait(self) -> tuple[Tensor, ...]:
-        assert self.work is not None  # None only for a rank outside the group
         self.work.wait()
         return self.unpack(self.arrived, self.packed.dtype)

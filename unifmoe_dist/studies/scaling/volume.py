@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unifmoe_dist.dispatch import alltoall
 from unifmoe_dist.dispatch.alltoall import AllToAllDispatcher
 from unifmoe_dist.dispatch.nodes import nodes_of
 from unifmoe_dist.dispatch.protocol import Dispatcher
@@ -124,24 +125,32 @@ def padded_volume(traffic: Traffic, ranks: Ranks) -> Volume:
 
 @contextmanager
 def counting_bytes(ranks_per_node: int = 1) -> Iterator[Any]:
-    """Count what this rank hands to torch.distributed.all_to_all_single for other nodes, small exchanges included.
+    """Count what this rank hands to exchanges (`start_runs`, torch.distributed.all_to_all_single) for other nodes.
 
     Yields running totals: `bytes`, `collectives`, and `messages`, one per peer and collective.
     """
-    count, original = SimpleNamespace(bytes=0, collectives=0, messages=0), dist.all_to_all_single
+    count = SimpleNamespace(bytes=0, collectives=0, messages=0)
+    single, runs = dist.all_to_all_single, alltoall.start_runs
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
-        sent, group = given["input"], given.get("group")
+        given = inspect.signature(single).bind(*args, **kwargs).arguments
+        count_one(given["input"], given.get("input_split_sizes"), given.get("group"))
+        return single(*args, **kwargs)
+
+    def counted_runs(arrived: Tensor, sent: Tensor, outputs: list[int], inputs: list[int], group: Any) -> Any:
+        count_one(sent, inputs, group)
+        with patch.object(dist, "all_to_all_single", single):  # which may do it
+            return runs(arrived, sent, outputs, inputs, group)
+
+    def count_one(sent: Tensor, splits: list[int] | None, group: Any) -> None:
         peers, node = dist.get_process_group_ranks(group or dist.group.WORLD), dist.get_rank() // ranks_per_node
-        splits = given.get("input_split_sizes") or [len(sent) // len(peers)] * len(peers)
+        splits = splits or [len(sent) // len(peers)] * len(peers)
         away = [rows for peer, rows in zip(peers, splits, strict=True) if peer // ranks_per_node != node]
         count.bytes += sent.element_size() * math.prod(sent.shape[1:]) * sum(away)
         count.collectives += 1
         count.messages += len(away)
-        return original(*args, **kwargs)
 
-    with patch.object(dist, "all_to_all_single", counted):
+    with patch.object(dist, "all_to_all_single", counted), patch.object(alltoall, "start_runs", counted_runs):
         yield count
 
 

@@ -6,7 +6,6 @@ import ast
 import copy
 import inspect
 import itertools
-import os
 import re
 import subprocess
 import sys
@@ -17,27 +16,22 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tests.support.jobs import free_port
+from tests.support.jobs import ROOT, enter, run_job
 from tests.support.small_models import B, K, build
 from unifmoe_dist import diversity_loss, enable_from_pretrained, upcycle
 from unifmoe_dist.upcycling import moe_layers
-
-ROOT = Path(__file__).parents[2]
 
 
 def run(name: str, folder: Path, *words: str, ranks: int = 1, **more: str) -> str:
     """What an example prints in one process that no launcher started, or in several; mpi4py finds no MPI library."""
     (folder / "broken/mpi4py").mkdir(parents=True)
     (folder / "broken/mpi4py/__init__.py").write_text("raise RuntimeError('cannot load MPI library')\n")
-    left_out = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_CPU"}
-    environment = {name: value for name, value in os.environ.items() if name not in left_out}
-    environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{folder / 'broken'}"} | more
-    command = [sys.executable, str(ROOT / "examples" / name), *words]
-    if ranks > 1:
-        command[1:1] = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
-    assert result.returncode == 0, result.stderr[-4000:]
-    return result.stdout
+    more["PYTHONPATH"] = str(folder / "broken")
+    job = run_job(
+        folder / "output", ranks, words, enter, folder, more, timeout=280, script=str(ROOT / "examples" / name)
+    )
+    assert job.statuses == [0] * ranks, job.output[-4000:]
+    return job.output
 
 
 LAST_WORDS = """

@@ -1,26 +1,20 @@
-"""The examples of experts spread over ranks run to the end on real ranks, started as their first lines say."""
+"""The examples of experts spread over ranks run to the end on real ranks."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.jobs import ROOT
+from tests.support.jobs import ROOT, enter, run_job
 
 
 def run(ranks: int, name: str, folder: Path, *words: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += [str(ROOT / "examples" / name), *words]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    job = run_job(folder / "output", ranks, words, enter, folder, {}, timeout=280, script=str(ROOT / "examples" / name))
+    assert job.statuses == [0] * ranks, job.output[-4000:]
+    return job.output
 
 
 def test_ddp(tmp_path):

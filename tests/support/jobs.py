@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -42,6 +43,13 @@ def draw(rank: int) -> None:
     os.environ[PLOTS] = "1"
 
 
+def enter(rank: int, folder: Path, names: dict[str, str]) -> None:
+    """For `prepare`: the script runs in a folder, with more names in its environment."""
+    os.chdir(folder)
+    os.environ.update(names)
+    sys.path[:0] = [path for path in names.get("PYTHONPATH", "").split(os.pathsep) if path]
+
+
 def _command(
     rank: int, world: int, port: int, log: str, words: Sequence[str], prepare: Callable | None, args: tuple, script: str
 ) -> None:
@@ -54,11 +62,14 @@ def _command(
     sys.argv = [script, *words]
     if prepare is not None:
         prepare(rank, *args)
-    run_main(__import__(script).main)
+    if script.endswith(".py"):
+        runpy.run_path(script, run_name="__main__")
+    else:
+        run_main(__import__(script).main)
 
 
 class RunningJob:
-    """Ranks at work. `prepare(rank, *args)` runs in each first, to break something."""
+    """Ranks at work on a command of launch/, or on a script by its path. `prepare(rank, *args)` runs in each first."""
 
     def __init__(
         self,

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,7 +14,8 @@ import numpy as np
 def quicken() -> None:
     """Have the interpreter prepare its language once for each module, and not for every call of every function in it.
 
-    What it puts in place stays anyway, but for a kernel's own module: nobody takes the rest back.
+    What it puts in place stays anyway, but for a kernel's own module: nobody takes the rest back. Sums of integers are
+    not computed a second time in 64 bits: at sizes that an interpreter bears, nothing overflows.
     """
     from triton.runtime import interpreter
 
@@ -34,3 +36,5 @@ def quicken() -> None:
         return np.dtype(np.uint64) if kind.scalar.is_ptr() else numbers(kind.scalar)
 
     interpreter._get_np_dtype = numpy_type
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)

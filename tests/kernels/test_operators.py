@@ -28,6 +28,7 @@ def run(call, layer, x, mask=None):
     return [y.detach(), x.grad, *(p.grad for p in layer.parameters())], layer.usage.snapshot()
 
 
+SLOW = pytest.mark.slow  # four traces each; in the others every choice is seen, and both with and without a mask
 CHOICES = {
     "plain": dict(),
     "gated": dict(gated=True, activation="silu"),
@@ -36,10 +37,14 @@ CHOICES = {
     "dropping": dict(hidden_dropout=0.3),
     "ablated": dict(shared_demand=0.4, fixed_experts=2, block_choice="prefix"),
 }
+CASES = [
+    pytest.param(name, masked, marks=[] if name == "plain" or masked == number % 2 else SLOW)
+    for number, name in enumerate(CHOICES)
+    for masked in (False, True)
+]
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("choice,masked", CASES)
 def test_one_graph_with_the_results_of_eager_mode(choice, masked):
     """Also with other numbers of tokens, as a dynamic shape, and in evaluation."""
     layer = make_layer(24, 32, 3, 4, **CHOICES[choice])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -86,6 +87,27 @@ def test_data_that_are_refused(folder, tmp_path, data, expected):
         data = {**data, "root": str(tmp_path)}
     with pytest.raises(UserError, match=expected):
         read(folder, **data)
+
+
+def test_genres_are_four_of_a_corpus_each_held_out_in_turn(folder, tmp_path):
+    task = find_task("genres")
+    write_texts(tmp_path, (*task.environments, "mystery"), documents=4)
+
+    def config(root, held_out="learned"):
+        found = make_config(folder, root=str(root), held_out=held_out)
+        return replace(found, data=replace(found.data, task="genres"))
+
+    for held_out in task.environments:
+        found = task.read(config(tmp_path, held_out))
+        seen = tuple(name for name in task.environments if name != held_out)
+        assert found.name == "genres" and found.domains["test"] == (held_out,)
+        assert sorted(found.domains["validation"]) == sorted(seen)
+    with pytest.raises(
+        UserError, match="'mystery' is no environment of the texts; give --data.held_out one of news, rel"
+    ):
+        task.held_out(config(tmp_path, "mystery"))
+    with pytest.raises(UserError, match="has no genre learned of Brown; leave it out, .* or set data.task corpus"):
+        task.read(config(folder / "texts"))
 
 
 def test_a_tokenizer_of_another_model(folder, tmp_path):

@@ -32,7 +32,7 @@ class Corpus(Task):
 
     title = "Texts"
     num_classes = 49152
-    environments = GENRES
+    environments: tuple[str, ...] = GENRES
     language = True
     next_token = True
     metric = PERPLEXITY
@@ -73,7 +73,8 @@ class Corpus(Task):
 
         held_out, tokenizer = self.held_out(config), self.decoder(config).tokenizer()
         found: dict[str, dict[str, np.ndarray]] = {"train": {}, "validation": {}, "test": {}}
-        for name, texts in read_domains(config.data.root).items():
+        domains = read_domains(config.data.root)
+        for name, texts in ((name, domains[name]) for name in self.domains(config)):
             documents = tokenise_documents(tokenizer, texts)
             if name == held_out:
                 found["test"][name] = np.concatenate(documents)
@@ -83,13 +84,17 @@ class Corpus(Task):
                 found[part][name] = row
         return {**found, "train": {self.name: np.concatenate([*found["train"].values()])}}
 
-    def held_out(self, config: TrainConfig) -> str | None:
-        """As of `Task`; "none" holds nothing out, and a part of every domain tests."""
+    def domains(self, config: TrainConfig) -> tuple[str, ...]:
+        """Names of the domains that are read."""
         from unifmoe_dist.data.text_files import domain_names
 
+        return domain_names(config.data.root)
+
+    def held_out(self, config: TrainConfig) -> str | None:
+        """As of `Task`; "none" holds nothing out, and a part of every domain tests."""
         if plain(config.data.held_out) == "none":
             return None
-        names = domain_names(config.data.root)
+        names = self.domains(config)
         if len(names) == 1:
             raise UserError(
                 f"the texts have one domain, {names[0]}, so none can be held out; set data.held_out none to test on a "
@@ -125,6 +130,22 @@ class Corpus(Task):
 
         tokens = torch.randint(0, self.num_classes, (items, config.data.sequence_length))
         return {"input_ids": tokens}, tokens
+
+
+class Genres(Corpus):
+    """Four genres of Brown that differ much, for runs of minutes that hold out each in turn."""
+
+    title = "Genres"
+    environments = ("news", "religion", "learned", "romance")
+    base_config = "genres.yaml"
+
+    def domains(self, config: TrainConfig) -> tuple[str, ...]:
+        if missing := set(self.environments).difference(super().domains(config)):
+            raise UserError(
+                f"data.root {config.data.root} has no genre {min(missing)} of Brown; leave it out, name the Brown "
+                "corpus, or set data.task corpus for texts of your own."
+            )
+        return self.environments
 
 
 def _check(decoder: Decoder, rows: dict[str, dict[str, np.ndarray]], length: int) -> int:

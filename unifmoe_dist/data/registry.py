@@ -25,6 +25,7 @@ TASKS = {
     "terraincognita": "unifmoe_dist.data.domainbed:DomainBed",
     "domainnet": "unifmoe_dist.data.domainbed:DomainBed",
     "corpus": "unifmoe_dist.data.corpus:Corpus",
+    "genres": "unifmoe_dist.data.corpus:Genres",
     "cola": "unifmoe_dist.data.glue:Glue",
     "mrpc": "unifmoe_dist.data.glue:Glue",
     "qnli": "unifmoe_dist.data.glue:Glue",

@@ -25,7 +25,7 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods.registry import METHODS
 from unifmoe_dist.runtime import heartbeat
 from unifmoe_dist.studies import page as page_module
-from unifmoe_dist.studies.run_report import load_run, run_study
+from unifmoe_dist.studies.run_report import load_run, run_page, run_study
 from unifmoe_dist.studies.run_report import method_costs as costs_module
 from unifmoe_dist.studies.run_report.sample import draw_sample
 from unifmoe_dist.studies.scaling.recorded_routing import read_routing
@@ -216,6 +216,70 @@ def test_two_runs_side_by_side_with_the_cost_of_every_method(runs, empty_files, 
     assert "(34.19)" in read.text and "(8.57)" in read.text
 
 
+def test_several_runs_together(runs, tmp_path, empty_files, monkeypatch):
+    """Two runs with the observations, two with another weight of the Gram loss, and images of one class."""
+    twin, other = (shutil.copytree(runs / name, tmp_path / new) for name, new in (("top2", "twin"), (HOSTILE, "other")))
+    config = (other / "config.yaml").read_text()
+    (other / "config.yaml").write_text(config.replace("lambda_div: 0.01", "lambda_div: 0.1"))
+    drawn = []
+    draw_patches = run_page.figures.patch_figure
+    monkeypatch.setattr(run_page.figures, "patch_figure", lambda *a: drawn.append(a) or draw_patches(*a))
+    words = ["--images", "2", "--class", "3", "--threshold", "9", *FEW, "--batches", "1", "--delta", "0.95"]
+    folders = [runs / "top2", twin, runs / HOSTILE, other]
+    analyze.main([*map(str, folders), *words, "--output", str(tmp_path / "report")])
+    read = check_page((tmp_path / "report/report.html").read_text(), tmp_path / "report")
+    numbers = json.loads((tmp_path / "report/numbers.json").read_text())
+    names = ["top2", "twin", HOSTILE, "other"]
+    assert read.tables["comparison"][0] == ["number", *names] and "comparison" not in numbers
+    alone, rows = read.tables["run-1-observation-3"], read.tables["all-observation-3"]
+    assert [row[0] for row in rows[1:4]] == [f"layer 3, ε = 0.05, {name}" for name in ("top2", "twin", "mean of 2")]
+    assert len(rows) == 10 and rows[1][1:] == rows[2][1:]  # the same weights in both
+    assert rows[3][1:] == [rows[1][1], "–", "–", *rows[1][4:]]
+    assert [rows[1][1], *rows[1][5:]] == [alone[1][6], *alone[1][1:6]]
+    assert float(rows[1][4]) == numbers["runs"][0]["diagnoses"]["layer 3"]["demand_uniform_averaging"][0]["correlation"]
+    ratios = read.tables["all-coactivation"]
+    assert [row[0] for row in ratios[1:]] == ["λ = 0.01", "λ = 0.1"] and float(ratios[2][3]) == 0
+    (usage,) = numbers["runs"][2]["usage"].values()
+    assert float(ratios[1][2]) == pytest.approx(usage["mean_pair_coactivation"])
+
+    assert "Test images of the class 3" in read.text and "2 images of each run" in read.text
+    loaded = load_run(runs / HOSTILE)
+    threes = torch.stack([image for image, label in map(loaded.task.test[0].__getitem__, range(239)) if label == 3])
+    assert [len(images) for images, *_ in drawn] == [4, 2, 2] and [found[2] for found in drawn] == [9, 9, 9]
+    assert drawn[0][3] == [f"{run_page.style.plain(name)}: 3" for name in (HOSTILE, HOSTILE, "other", "other")]
+    (layer,) = loaded.layers.values()
+    seen = []
+    layer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with torch.no_grad():
+        loaded.model(x=threes)
+    computed = layer.route(seen[0].flatten(0, 1)).block_compute.view(len(threes), 5)[:, 1:].view(-1, 2, 2)
+    shown = run_page.pixels(loaded, threes)
+    for image, compute in zip(drawn[1][0], drawn[1][1], strict=True):
+        (place,) = (shown == image).flatten(1).all(1).nonzero().flatten().tolist()
+        assert torch.equal(compute, computed[place])
+
+    for words, sentence in (
+        ([HOSTILE, "--class", "10"], "--class '10' is no class of Digits; give one of 0, 1"),
+        (["top2", "--images", "2"], "and no layer of top2 is one, so --images would change nothing"),
+        (["top2", "top2"], "top2 is named twice; give another run"),
+    ):
+        places = [str(runs / word) if (runs / word).is_dir() else word for word in words]
+        with pytest.raises(UserError, match=sentence):
+            analyze.main([*places, "--output", str(tmp_path / "none")])
+
+
+@pytest.mark.parametrize(
+    "folders,labels",
+    [
+        (["runs/a", "runs/b"], ["a", "b"]),
+        (["s/emoji/noto/unif/seed0", "s/emoji/fluent/unif/seed0"], ["noto", "fluent"]),
+        (["s/noto/unif/seed0", "s/noto/top2/seed0", "s/fluent/top2/seed0"], ["noto/unif", "noto/top2", "fluent/top2"]),
+    ],
+)
+def test_runs_of_a_sweep_go_by_what_tells_them_apart(folders, labels):
+    assert analyze.run_labels(list(map(Path, folders))) == labels
+
+
 def test_usage_by_element_from_masks(runs, tmp_path, empty_files):
     """Three images of the test data with a mask of four quarters: patches 0, 1, 2 are elements, the last is void."""
     for index in (0, 17, 33):
@@ -330,6 +394,8 @@ def test_options_of_the_observations_are_refused_without_layers_for_them(more, s
         ("--compare runs/b/dense/seed0 --cost", "analysis-cost-with-b-dense-seed0"),
         ("--compare runs/a/dense/seed0", "analysis-with-dense-seed0"),
         ("--compare runs/a/unif", "analysis-with-unif"),
+        ("runs/other runs/third", "analysis-with-2-others"),
+        ("runs/other --class Alarm_Clock", "analysis-alarm-clock-with-other"),
     ],
 )
 def test_a_kind_of_report_has_a_folder_of_its_own(words, name):

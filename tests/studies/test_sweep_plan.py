@@ -26,6 +26,7 @@ COUNTS = {
     "glue-cosine": 5 * 3 * 3 * 4,
     "ablation": DOMAINBED_ENVIRONMENTS * 3 * 4 + 5 * 3 * 3 * 4,
     "diversity": 5 * 3 * 3 * 4,
+    "coactivation": 4 * 3 * 2,
     "blocks": DOMAINBED_ENVIRONMENTS * 3 * 4,
     "digits": 6 * 3 * 25,
 }

@@ -46,6 +46,7 @@ TABLES: dict[str, PaperTable] = {
         PaperTable("glue-cosine", "GLUE task scores (%) of the top-k layers with a cosine gate", GLUE, _COSINE),
         PaperTable("ablation", "Ablating the three adaptive decisions", (*DOMAINBED, *GLUE), (*_DECISIONS, "unif")),
         PaperTable("diversity", "Weight of the diversity loss on GLUE", GLUE, _LAMBDAS),
+        PaperTable("coactivation", "Without and with the Gram loss", ("pacs",), ("unif-lambda-0", "unif")),
         PaperTable("blocks", "Blocks per expert on DomainBed", DOMAINBED, _BLOCKS),
         PaperTable("digits", "Every method and ablation on rotated digits", ("digits",), tuple(dict.fromkeys(_DIGITS))),
     )

@@ -282,6 +282,29 @@ def demand_figure(diagnosis: Diagnosis) -> Figure:
     return figure
 
 
+def demand_over_runs_figure(tolerances: Sequence[Any]) -> Figure:
+    """(c) over runs: the CDF of functional demand of a layer in every run and their mean, one panel per tolerance
+    (`DemandOverRuns`)."""
+    figure, (axes,) = style.panels(1, len(tolerances), 3.7 * len(tolerances), 3.4)
+    for axis, found in zip(axes, tolerances, strict=True):
+        for name, colour in ((LOW, style.LOW_COLOUR), (HIGH, style.HIGH_COLOUR)):
+            if (mean := found.group(name)) is None:
+                continue
+            cdf, error = mean
+            prefixes = np.arange(1, len(cdf) + 1)
+            for run in found.by_run.values():
+                if name in run.groups:
+                    axis.plot(prefixes, run.groups[name].cdf, color=colour, alpha=0.35, linewidth=0.8)
+            axis.plot(prefixes, cdf, "o-", color=colour, markersize=4, label=f"{name}est shared ratio")
+            axis.fill_between(prefixes, cdf - error, cdf + error, color=colour, alpha=0.2, linewidth=0)
+            axis.set_xticks(prefixes)
+        axis.set_ylim(-0.02, 1.02)
+        style.label(axis, "residual experts $m$", r"$\Pr[k_\varepsilon \leq m]$", rf"$\varepsilon$ = {found.epsilon:g}")
+    if axes[0].get_legend_handles_labels()[0]:
+        axes[0].legend(frameon=False, fontsize=8, loc="lower right")
+    return figure
+
+
 def _scatter(axis: Axes, ratio: Tensor, values: Tensor) -> None:
     axis.scatter(ratio, values, color=style.HIGH_COLOUR)
     if float(ratio.max() - ratio.min()) == 0:  # the whole range: an automatic one would show some below 0

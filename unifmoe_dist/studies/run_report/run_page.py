@@ -1,4 +1,4 @@
-"""The report of one run, or of two side by side: templates/run_report.html, and what it asks for besides studies."""
+"""The report of one run, or of several: templates/run_report.html, and what it asks for besides studies."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ from unifmoe_dist.files import write_text
 from unifmoe_dist.runtime import heartbeat
 from unifmoe_dist.studies import training_plots
 from unifmoe_dist.studies.figures import run_figures as figures
+from unifmoe_dist.studies.figures import style
 from unifmoe_dist.studies.page import write_page
 from unifmoe_dist.studies.records import plain
+from unifmoe_dist.studies.run_report import several_runs
 from unifmoe_dist.studies.run_report.loaded_run import LoadedRun, layer_names
 from unifmoe_dist.studies.run_report.run_study import ElementStudy, RunStudy, StudyOptions, find_masks, study
-from unifmoe_dist.studies.run_report.sample import label_names, pixels
+from unifmoe_dist.studies.run_report.sample import IMAGES, label_names, pixels, places_of
 from unifmoe_dist.studies.usage import layer_usage
 from unifmoe_dist.train.cli import dump_train_config
 from unifmoe_dist.upcycling import moe_layers
 
-IMAGES, SENTENCES = 8, 6
+SENTENCES = 6
 OFTEN, TOKENS_SHOWN = 5, 8
 """How often a token is seen that a table shows, and how many of the highest and of the lowest C_B it shows."""
 MOST_DRAWN = 12
@@ -45,10 +47,10 @@ _PACKAGES = ("torch", "deepspeed", "timm", "transformers", "numpy", "scipy", "ma
 
 
 def report_runs(runs: Sequence[LoadedRun], output: Path, options: StudyOptions, command: str) -> Path:
-    """Study one run or two and write the report; returns the page's path.
+    """Study runs and write the report; returns the page's path.
 
     Args:
-        runs: The run, and perhaps another to compare it with; their names differ.
+        runs: The run, and perhaps others to show beside it; their names differ.
         output: Folder of the page and of what belongs to it. Files of an older report there are replaced.
         options: How much is computed.
         command: What to type for the same report, for its reader.
@@ -64,9 +66,12 @@ def report_runs(runs: Sequence[LoadedRun], output: Path, options: StudyOptions, 
         heartbeat.doing("writing the page and its figures")
         record: dict[str, Any] = {"runs": [one.record() for one in found]}
         if others:
+            record["together"] = several_runs.record(found)
+        if len(found) == 2:
             record["comparison"] = comparison_record(found)
         write_text(output / "numbers.json", json.dumps(plain(record), indent=1))
-        asked = {"data": sys.modules[__name__], "figures": figures, "curves": training_plots}
+        modules = {"figures": figures, "curves": training_plots, "several": several_runs}
+        asked = {"data": sys.modules[__name__], "options": options, **modules}
         return write_page(output, "run_report.html", found=found, runs=runs, command=command, **asked)
     except OSError as error:
         raise UserError(f"--output {output} cannot be written ({error}); choose another folder.") from error
@@ -136,17 +141,48 @@ def demand_threshold(compute: Tensor) -> int:
     return int(min(few, default=values[-1]))
 
 
-def patch_maps(found: RunStudy) -> Iterator[dict[str, Any]]:
-    """Of every layer, some images with the C_B of their patches."""
-    grid, names = layer_usage.PatchGrid.of(found.run.model), label_names(found.run)
-    inputs, labels = found.sample.batch(IMAGES)
-    images, titles = pixels(found.run, inputs["x"]), [names[int(label)] for label in labels]
+def patch_maps(found: RunStudy, wanted: int | None) -> Iterator[dict[str, Any]]:
+    """Of every layer, some images with the C_B of their patches, outlined from the wanted C_B on, or the highest."""
+    grid, (images, titles) = layer_usage.PatchGrid.of(found.run.model), _shown(found)
     for layer, captured in found.captured.items():
         compute = layer_usage.patch_compute(captured, grid)
-        threshold = demand_threshold(compute)
-        figure = figures.patch_figure(images, compute[: len(images)], threshold, titles)
+        threshold = demand_threshold(compute) if wanted is None else wanted
+        shown = layer_usage.patch_compute(found.shown_captured[layer], grid)[: len(images)]
+        figure = figures.patch_figure(images, shown, threshold, titles)
         share = float(layer_usage.high_demand(compute, threshold).double().mean())
         yield {"layer": layer, "figure": figure, "grid": grid, "threshold": threshold, "share": share}
+
+
+def patch_maps_of_all(found: Sequence[RunStudy], wanted: int | None) -> Iterator[dict[str, Any]]:
+    """Of every layer that several UniF-MoE runs on images have, as many images of each, on one scale."""
+    able = {one.run.name: one for one in found if one.usage and not one.run.is_text}
+    grids = {name: layer_usage.PatchGrid.of(one.run.model) for name, one in able.items()}
+    images, titles = {}, {}
+    for name, one in able.items():
+        images[name], titles[name] = _shown(one)
+    if len(able) < 2 or len({(grids[name], images[name].shape[1:]) for name in able}) > 1:
+        return
+    count, grid = min(map(len, images.values())), next(iter(grids.values()))
+    for layer in dict.fromkeys(layer for one in able.values() for layer in one.usage):
+        here = {name: one for name, one in able.items() if layer in one.usage}
+        if len(here) < 2:
+            continue
+        compute = torch.cat([layer_usage.patch_compute(one.captured[layer], grid) for one in here.values()])
+        threshold = demand_threshold(compute) if wanted is None else wanted
+        maps = [layer_usage.patch_compute(one.shown_captured[layer], grid)[:count] for one in here.values()]
+        words = [f"{style.plain(name)}: {title}" for name in here for title in titles[name][:count]]
+        pictures = torch.cat([images[name][:count] for name in here])
+        figure = figures.patch_figure(pictures, torch.cat(maps), threshold, words, min(count, 4))
+        share = float(layer_usage.high_demand(compute, threshold).double().mean())
+        yield {"layer": layer, "figure": figure, "threshold": threshold, "share": share, "count": count}
+
+
+def _shown(found: RunStudy) -> tuple[Tensor, list[str]]:
+    """The images that are shown, and the names of their classes."""
+    count = IMAGES if found.shown is found.sample else len(found.shown.places)
+    inputs, labels = found.shown.batch(count)
+    names = label_names(found.run)
+    return pixels(found.run, inputs["x"]), [style.plain(names[int(label)]) for label in labels]
 
 
 def text_maps(found: RunStudy) -> Iterator[dict[str, Any]]:
@@ -159,10 +195,13 @@ def text_maps(found: RunStudy) -> Iterator[dict[str, Any]]:
         yield {"layer": layer, "figure": figure, "tokens": ends.to_dict("records")}
 
 
-def element_map(run: LoadedRun, study: ElementStudy, usage: layer_usage.ElementUsage) -> Figure:
-    """An image that shows many elements, and what its most common elements use."""
+def element_map(run: LoadedRun, study: ElementStudy, usage: layer_usage.ElementUsage, of_class: str | None) -> Figure:
+    """An image that shows many elements, of the class if one of those with a mask is, and what its most common elements
+    use."""
     masks = study.masks
-    shown = max(range(len(masks.elements)), key=lambda item: len(masks.elements[item].unique()))
+    wanted = set(places_of(run, of_class))
+    items = [item for item, place in enumerate(masks.sample.places) if place in wanted] or range(len(masks.elements))
+    shown = max(items, key=lambda item: len(masks.elements[item].unique()))
     image = pixels(run, run.task.collate(masks.sample.items(shown, 1))[0]["x"])[0]
     drawn = usage.most_common(MOST_DRAWN)
     return figures.element_figure(image, masks.elements[shown], drawn, list(map(masks.name, drawn.elements)))

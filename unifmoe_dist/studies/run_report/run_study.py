@@ -22,7 +22,16 @@ from unifmoe_dist.studies.diagnostics.shared_channels import FrozenExperts, shar
 from unifmoe_dist.studies.records import plain
 from unifmoe_dist.studies.run_report.loaded_run import LoadedRun, layer_names
 from unifmoe_dist.studies.run_report.method_costs import CostColumn, method_costs, own_cost
-from unifmoe_dist.studies.run_report.sample import MOST_TOKENS, Masks, Sample, draw_sample, ink_masks, read_masks
+from unifmoe_dist.studies.run_report.sample import (
+    IMAGES,
+    MOST_TOKENS,
+    Masks,
+    Sample,
+    draw_sample,
+    ink_masks,
+    places_of,
+    read_masks,
+)
 from unifmoe_dist.studies.usage import layer_usage
 from unifmoe_dist.studies.usage.capture import Capture, capture, expert_scores
 from unifmoe_dist.studies.usage.token_strings import token_strings
@@ -44,6 +53,9 @@ class StudyOptions:
     measure: bool = False  # seconds and memory
     methods: bool = False  # build every method of the paper's tables, and count and measure its cost too
     masks: Path | None = None  # folder of label images for the test images
+    of_class: str | None = None  # name or number of the class whose images are shown; None shows any
+    images: int | None = None  # that are shown with the C_B of their patches
+    threshold: int | None = None  # C_B from which on patches are outlined; None outlines the highest tenth
 
 
 @dataclass(frozen=True)
@@ -70,7 +82,9 @@ class RunStudy:
     run: LoadedRun
     sample: Sample  # the test data that were looked at
     captured: Mapping[str, Capture]  # routing of every MoE layer on them; empty for a dense run
-    executed: Mapping[str, UsageSummary]  # what its MoE layers executed on them
+    shown: Sample  # the test data that are shown one by one
+    shown_captured: Mapping[str, Capture]  # routing on them
+    executed: Mapping[str, UsageSummary]  # what its MoE layers executed on the sample
     usage: Mapping[str, layer_usage.LayerUsage]  # of its UniF-MoE layers
     texts: Mapping[str, list[layer_usage.TextCompute]]  # C_B token by token there, of a run on text
     elements: ElementStudy | None  # use by semantic element, of a run on images with masks
@@ -125,6 +139,11 @@ def _is_unif(layer: Any) -> bool:
     return isinstance(layer, UniFMoELayer)
 
 
+def shows_patches(run: LoadedRun) -> bool:
+    """Whether there is a C_B of patches to show: UniF-MoE layers on images."""
+    return not run.is_text and any(map(_is_unif, run.layers.values()))
+
+
 def study(run: LoadedRun, options: StudyOptions, masks: Masks | None = None) -> RunStudy:
     """Look at a run's layers on some of its test data, diagnose them, and count what its model costs.
 
@@ -152,11 +171,16 @@ def study(run: LoadedRun, options: StudyOptions, masks: Masks | None = None) -> 
         elements = _study_elements(run, masks, seen)
     elif usage and run.facts.stroke_above is not None:
         elements = _study_elements(run, ink_masks(run, sample), captured)
+    shown, seen_shown = sample, captured
+    if usage and (options.of_class is not None or options.images is not None):
+        shown = draw_sample(run, most_items=options.images or IMAGES, among=places_of(run, options.of_class))
+        seen_shown = capture(run.model, layers, shown.batches(f"{run.name}: images"))
     diagnoses = {name: diagnose_layer(run, name, layer, captured[name], options) for name, layer in diagnosed.items()}
     heartbeat.doing(f"{run.name}: cost of the model")
     own = own_cost(run, sample, counted, options.measure)
     costs, missing = method_costs(run, sample, own, options.measure) if options.methods else ([own], {})
-    return RunStudy(run, sample, captured, executed, usage, texts, elements, diagnoses, costs, missing)
+    found = usage, texts, elements, diagnoses, costs, missing
+    return RunStudy(run, sample, captured, shown, seen_shown, executed, *found)
 
 
 def _study_elements(run: LoadedRun, masks: Masks, captured: Mapping[str, Capture]) -> ElementStudy:

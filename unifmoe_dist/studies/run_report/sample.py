@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from unifmoe_dist.data.images import ImageDataset
-from unifmoe_dist.data.task import Batch
+from unifmoe_dist.data.task import Batch, plain
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.runtime.heartbeat import followed
 from unifmoe_dist.studies.run_report.loaded_run import LoadedRun
@@ -24,6 +24,8 @@ from unifmoe_dist.train.nested import to_device
 
 MOST_TOKENS = 20_000
 SEED = 0
+IMAGES = 8
+"""That are shown one by one."""
 
 Place = tuple[int, int]
 """Data set of a task's test data, and index in it."""
@@ -63,6 +65,35 @@ class Sample:
 def _places(run: LoadedRun) -> list[Place]:
     """All items of a run's test data, in order."""
     return [(data, index) for data, items in enumerate(run.task.test) for index in range(len(items))]  # type: ignore[arg-type]
+
+
+def places_of(run: LoadedRun, of_class: str | None) -> list[Place]:
+    """The test images of a class, by its name or number; all of them where none is named.
+
+    Raises:
+        UserError: there is no such class, none of the test images is of it, or the run is one on text.
+    """
+    if run.is_text:
+        raise UserError(f"--class and --images are for images, but {run.name} was trained on text; leave them out.")
+    places = _places(run)
+    if of_class is None:
+        return places
+    names = label_names(run)
+    spelled, wanted = [plain(name) for name in names], plain(of_class)
+    if wanted not in spelled and not (wanted.isdecimal() and int(wanted) < len(names)):
+        raise UserError(f"--class {of_class!r} is no class of {run.facts.title}; give one of {', '.join(names)}.")
+    label = spelled.index(wanted) if wanted in spelled else int(wanted)
+    found = [place for place in places if _label(run, place) == label]
+    if not found:
+        raise UserError(f"no test image of {run.name} is of the class {names[label]}; choose another --class.")
+    return found
+
+
+def _label(run: LoadedRun, place: Place) -> int:
+    data = run.task.test[place[0]]
+    if isinstance(data, ImageDataset):  # without opening the image
+        return int(data.folder.labels[data.rows[place[1]]])
+    return int(data[place[1]][-1])
 
 
 def draw_sample(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unifmoe_dist.config import ExpertLayerConfig
-from unifmoe_dist.dispatch import make_dispatcher
+from unifmoe_dist.dispatch import Exchange, make_dispatcher
 from unifmoe_dist.eager import not_compiled
 from unifmoe_dist.engines import introduce, refuse_parts
 from unifmoe_dist.errors import UserError
@@ -71,9 +71,10 @@ class ExpertLayer(nn.Module, Generic[Config]):
         dispatch_chunks: Parts in which a rank's tokens travel, so that one travels while another is computed.
 
     Attributes:
-        experts: The experts that this rank holds, from the global index `first_expert` on.
+        experts: The experts that this rank holds, at the places from `first_expert` on; `held` has their numbers.
         dispatcher: How tokens reach them.
         usage: Running routing statistics.
+        loads: Blocks that every expert computed in training, where someone counts them.
         auxiliary_weight: Weight of `auxiliary_loss()` beside the task loss.
 
     Raises:
@@ -89,6 +90,9 @@ class ExpertLayer(nn.Module, Generic[Config]):
     """Names of buffers that the layer fits to its own length when they are loaded."""
     rank_sums: ClassVar[tuple[str, ...]] = ()
     """Names of buffers to which every rank adds what its own tokens give."""
+    loads: Usage | None = None
+    columns: Tensor | None = None
+    """(K,) the expert at every place, where they do not lie as they are numbered."""
 
     def __init__(
         self,
@@ -179,6 +183,14 @@ class ExpertLayer(nn.Module, Generic[Config]):
         """Outputs of (N, model_dim) tokens; a mask is given only where `_masks_in_place` holds."""
         raise NotImplementedError
 
+    def _dispatch(self, x: Tensor, gates: Tensor, blocks: Tensor) -> Exchange:
+        """Start (N, D) tokens on their way to the experts of their (N, K) gates, which compute (N, B) blocks."""
+        if self.loads is not None and self.training:
+            self.loads.update_blocks(gates, blocks)
+        if self.columns is not None:
+            gates = gates.index_select(1, self.columns.to(gates.device))
+        return self.dispatcher.dispatch(x, gates, blocks, any(p.requires_grad for p in self.experts.parameters()))
+
     def _draw_dropout(self, x: Tensor) -> HiddenDropout | None:
         """What this forward pass drops of the hidden channels; None in evaluation."""
         rate = self.config.hidden_dropout
@@ -230,6 +242,20 @@ class ExpertLayer(nn.Module, Generic[Config]):
             introduce(self.experts, self.share.group, self.config.num_experts)
 
     # -- weights ------------------------------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> Sequence[int]:
+        """Numbers of the experts on this rank, as they stand in `experts`."""
+        return range(self.num_local_experts) if self.share is None else self.share.held
+
+    def lay_out(self, order: Sequence[int]) -> None:
+        """Have expert `order[p]` at place p, the same on all ranks. Weights stay: they are to be loaded anew."""
+        assert self.share is not None
+        in_place = list(order) == list(range(self.config.num_experts))
+        bank = bare(self.experts)
+        bank.share = replace(self.share, order=None if in_place else tuple(order))
+        note_parameters(self.experts.parameters(), bank.share)
+        self.columns = None if in_place else torch.tensor(order, device=bank.keys.device)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if self.experts is not bare(self.experts) and self.share is not None and not keep_vars:
@@ -316,8 +342,8 @@ class ExpertLayer(nn.Module, Generic[Config]):
         dist.all_gather(gathered, asked, group=group)
         local = self.num_local_experts
         for wanted in sorted({int(t) for t in gathered}):
-            source = dist.get_global_rank(group, wanted // local)
-            index = wanted - self.first_expert
+            source = dist.get_global_rank(group, self._place(wanted) // local)
+            index = self._place(wanted) - self.first_expert
             own = index if 0 <= index < local else 0
             tensors = self.experts(None, use=lambda bank, _, own=own: bank.read(own))
             for tensor in tensors:
@@ -334,7 +360,11 @@ class ExpertLayer(nn.Module, Generic[Config]):
         if not isinstance(expert, int) or not 0 <= expert <= last:
             choices = [*map(repr, self.replicated), f"a whole number from 0 to {last}"]
             raise UserError(f"expert {expert!r} does not exist; use {' or '.join(choices)}.")
-        return self.experts, expert - self.first_expert
+        return self.experts, self._place(expert) - self.first_expert
+
+    def _place(self, expert: int) -> int:
+        order = None if self.share is None else self.share.order
+        return expert if order is None else order.index(expert)
 
     def extra_repr(self) -> str:
         config = self.config

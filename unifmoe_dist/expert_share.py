@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -56,12 +56,16 @@ def as_group(group: ExpertGroup) -> dist.ProcessGroup | None:
 
 @dataclass(frozen=True)
 class ExpertShare:
-    """The part of a layer's experts that this rank holds: `count` of `total` from `first` on, among `group`'s ranks."""
+    """The part of a layer's experts that this rank holds: `count` of `total` places from `first` on, among `group`'s.
+
+    `order` names the expert at every place; None: as they are numbered. In files they stand as they are numbered.
+    """
 
     group: dist.ProcessGroup
     first: int
     count: int
     total: int
+    order: tuple[int, ...] | None = None
     _meshes: dict[str, DeviceMesh] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertShare:
@@ -70,10 +74,29 @@ class ExpertShare:
     def __reduce__(self) -> Any:
         raise UserError(NOT_PICKLABLE)
 
+    @property
+    def held(self) -> Sequence[int]:
+        """Numbers of the experts here."""
+        places = range(self.first, self.first + self.count)
+        return places if self.order is None else self.order[self.first : self.first + self.count]
+
+    def by_number(self, local: Tensor) -> Tensor:
+        """All ranks' experts as they are numbered, from each rank's own, stacked; collective."""
+        parts = [torch.empty_like(local) for _ in range(self.total // self.count)]
+        dist.all_gather(parts, local.contiguous(), group=self.group)
+        whole = torch.cat(parts)
+        return whole if self.order is None else self.rows(whole, [*map(self.order.index, range(self.total))])
+
+    def rows(self, whole: Tensor, places: Sequence[int]) -> Tensor:
+        """Rows at some places, one after the other, of a tensor with those of all along its first dimension."""
+        return whole.unflatten(0, (self.total, -1))[list(places)].flatten(0, 1)
+
     def spread(self, local: Tensor) -> Tensor:
-        """All ranks' experts as one DTensor, over this rank's own memory."""
+        """All ranks' experts as one DTensor, over this rank's own memory; moved ones as a copy, collectively."""
         from torch.distributed.tensor import DTensor, Shard
 
+        if self.order is not None:
+            local = self.rows(self.by_number(local), range(self.first, self.first + self.count))
         kind = local.device.type
         if kind not in self._meshes:
             device = "cpu" if kind == "meta" else kind
@@ -92,6 +115,8 @@ def part_of(saved: Any, rows: int, share: ExpertShare | None) -> Any:
     if share is not None and isinstance(saved, Tensor) and saved.ndim:
         size = saved.shape[0] // share.total
         if size * share.count == rows and size * share.total == saved.shape[0]:
+            if share.order is not None:
+                return share.rows(saved, share.held)
             return saved[size * share.first : size * (share.first + share.count)]
     return saved
 
@@ -101,7 +126,7 @@ def _own(saved: DTensor, share: ExpertShare | None) -> Tensor:
     mesh = saved.device_mesh
     if mesh.size() == 1:
         return saved.to_local()
-    if share is None or mesh.size() * share.count != share.total:
+    if share is None or share.order is not None or mesh.size() * share.count != share.total:
         return _whole(saved)
     place, own = (mesh.get_coordinate() or [0])[0], share.first // share.count  # a loaded file keeps its writer's
     if place != own:

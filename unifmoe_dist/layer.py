@@ -112,8 +112,7 @@ class UniFMoELayer(ExpertLayer[UniFMoEConfig]):
                 x, use=lambda own, x: shared_and_residual_ffn(x, routing, shared.weights(), own.weights(), dropout)
             )
         with profile_range("dispatch"):
-            trained = any(p.requires_grad for p in self.experts.parameters())
-            exchange = self.dispatcher.dispatch(x, routing.gates, ~routing.shared_blocks, trained)
+            exchange = self._dispatch(x, routing.gates, ~routing.shared_blocks)
         with profile_range("shared_experts"):  # needs no exchange: it is computed while tokens travel
             alpha_N1 = routing.shared_demand[:, None]
             output = block_ffn(x, alpha_N1, routing.shared_blocks, shared.weights(), dropout)

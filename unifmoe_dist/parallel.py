@@ -62,7 +62,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None) -> N
     Raises:
         UserError: names or shapes are not those of the model.
     """
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
     from torch.distributed.tensor import distribute_tensor
 
     own: dict[str, Any] = get_model_state_dict(_whole_here(model))
@@ -78,6 +78,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None) -> N
         if is_dtensor(value):
             whole = distribute_tensor(whole, value.device_mesh, value.placements, src_data_rank=None)
         value.copy_(whole)
+    if any(getattr(module, "columns", None) is not None for module in model.modules()):
+        set_model_state_dict(_whole_here(model), own)  # experts that were moved stand in a state as copies
 
 
 def _whole_here(model: nn.Module) -> nn.Module:

@@ -103,6 +103,11 @@ class Usage:
         """
         self._count(lambda: self._sums_of_gates(gates, blocks_per_expert, num_blocks), gates)
 
+    def update_blocks(self, gates: Tensor, blocks: Tensor) -> None:
+        """Count nothing but the blocks that each of K experts computes for N tokens: of `blocks` (N, B), where its gate
+        (N, K) is not 0."""
+        self._count(lambda: blocks.sum(1).double() @ (gates != 0).double(), gates)
+
     def _count(self, sums: Callable[[], Tensor], gates: Tensor) -> None:
         if not torch.compiler.is_compiling():
             self._count_eagerly(sums, gates)

@@ -38,8 +38,7 @@ def dense_parameters(layer: UniFMoELayer) -> list[torch.nn.Parameter]:
 
 def held_here(whole: torch.Tensor, layer: UniFMoELayer) -> torch.Tensor:
     """The part of a tensor of all experts, one after another, that belongs to this rank."""
-    share = len(whole) // layer.config.num_experts
-    return whole[layer.first_expert * share : (layer.first_expert + layer.experts.keys.shape[0]) * share]
+    return whole.unflatten(0, (layer.config.num_experts, -1))[list(layer.held)].flatten(0, 1)
 
 
 def assert_equals_whole(layer, whole, parts, place, group, **close):

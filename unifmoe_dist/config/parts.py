@@ -123,7 +123,8 @@ class ParallelConfig:
         expert_parallel_size: Ranks that share one set of residual experts; 1 replicates them, and it must divide both
             the world size and num_experts. auto takes the largest number that does.
         expert_placement: near puts consecutive ranks into one expert-parallel group, so that the all-to-all stays
-            inside a node; far strides the groups, so that the all-reduce of expert gradients does instead.
+            inside a node; far strides the groups, so that the all-reduce of expert gradients does instead. balanced is
+            near, and at checkpoints experts move between the ranks of a group where they compute unequally much.
         ranks_per_node: Ranks on each node, for the exchange between nodes (model.dispatcher two_level, which auto takes
             where experts are spread over nodes); null finds out from the names of hosts.
         dispatch_chunks: Parts in which a layer's tokens travel to experts, so that one travels while another is
@@ -139,7 +140,7 @@ class ParallelConfig:
     """
 
     expert_parallel_size: Count | Literal["auto"] = 1
-    expert_placement: Literal["near", "far"] = "near"
+    expert_placement: Literal["near", "far", "balanced"] = "near"
     ranks_per_node: Count | None = None
     dispatch_chunks: Count = 1
     zero_stage: Annotated[Literal[0, 1, 2], BeforeValidator(_below_3)] = 1

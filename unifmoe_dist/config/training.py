@@ -111,6 +111,12 @@ class TrainConfig:
             raise UserError(
                 f"model.{name} {slots} is not divisible by parallel.expert_parallel_size {size}; change one of them."
             )
+        if self.parallel.expert_placement == "balanced" and method_of(self.model.moe).layer and size in (1, slots):
+            held, other = ("all", "larger") if size == 1 else ("one", "smaller")
+            raise UserError(
+                "parallel.expert_placement balanced moves experts between ranks that share them, but with "
+                f"parallel.expert_parallel_size {size} each rank holds {held}; choose a {other} one, or near."
+            )
         self.group_ranks_per_node(world_size)
 
     def expert_parallel_size(self, world_size: int) -> int:
@@ -133,7 +139,7 @@ class TrainConfig:
                 f"parallel.ranks_per_node {width} does not divide the world size {world_size}; give the number of "
                 "ranks that each node has."
             )
-        if self.parallel.expert_placement == "near":
+        if self.parallel.expert_placement != "far":
             inside = min(size, width)
             fits = size % inside == 0 and width % inside == 0
         else:

@@ -85,8 +85,7 @@ class DynamicExpertLayer(GatedExpertLayer[Dynamic]):
 
     def _held_here(self, slot: int) -> int | None:
         """Index of a slot among this rank's experts."""
-        index = slot - self.first_expert
-        return index if 0 <= index < self.experts.keys.shape[0] else None
+        return self.held.index(slot) if slot in self.held else None
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, active={int(self.active.sum())}"

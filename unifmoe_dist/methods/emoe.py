@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Self
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from pydantic import model_validator
 from torch import Tensor, nn
@@ -109,11 +108,7 @@ class EMoELayer(GatedExpertLayer[EMoEConfig]):
     @torch.no_grad()
     def _renew_gate(self) -> None:
         mean = self.experts.activated_keys.mean(1, dtype=torch.float32)
-        if self.expert_group is not None:
-            parts = [torch.empty_like(mean) for _ in range(dist.get_world_size(self.expert_group))]
-            dist.all_gather(parts, mean, group=self.expert_group)
-            mean = torch.cat(parts)
-        self.router.weight.copy_(mean)
+        self.router.weight.copy_(mean if self.share is None else self.share.by_number(mean))
 
     def _gate(self, x: Tensor) -> Gating:
         logits = x @ self.router.weight.float().T

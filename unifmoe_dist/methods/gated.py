@@ -90,9 +90,8 @@ class GatedExpertLayer(ExpertLayer[Config]):
             cost = self.config.num_blocks * self.expert_dim / self.config.hidden_dim
             self.usage.update_gates(gating.gates, cost, self.config.num_blocks)
         with profile_range("dispatch"):
-            trained = any(p.requires_grad for p in self.experts.parameters())
             complete = torch.ones((x.shape[0], 1), dtype=torch.bool, device=x.device)
-            exchange = self.dispatcher.dispatch(x, gating.gates, complete, trained)
+            exchange = self._dispatch(x, gating.gates, complete)
         dropout = self._draw_dropout(x)
         exchange.compute(lambda arrived: self._compute(arrived, dropout))
         with profile_range("combine"):

@@ -204,9 +204,8 @@ class MASSLayer(DynamicExpertLayer[MASSConfig]):
 
     def _expand(self, applied: AppliedStep, watch: _Watch | None) -> list[ChangedRows]:
         totals = torch.zeros(self.config.num_experts, 4, dtype=torch.float64)
-        held = slice(self.first_expert, self.first_expert + self.experts.keys.shape[0])
         if watch is not None:
-            totals[held] = watch.totals().cpu()
+            totals[list(self.held)] = watch.totals().cpu()
         totals = applied.all_sum(totals)
         norm, along, length, replicas = totals.unbind(1)
         self._note(norm / replicas.clamp(min=1))

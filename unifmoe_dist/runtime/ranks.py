@@ -90,7 +90,7 @@ def running_ranks(
         expert_parallel_size: Ranks that share one set of residual experts; divides the world size.
         placement: "near" puts consecutive ranks into one expert-parallel group, so that the all-to-all stays inside a
             node where it can; "far" strides the groups over the job, so that the replicas of an expert are consecutive
-            and the all-reduce of expert gradients stays inside a node instead.
+            and the all-reduce of expert gradients stays inside a node instead; "balanced" groups ranks as "near".
         timeout_s: Seconds that a rank waits for the others to join, and in a collective.
         host_timeout_s: Seconds without an answer after which a host counts as lost.
 

@@ -6,7 +6,7 @@
         manifest.json           every file with size and sha256; written last
         dense.safetensors       weights every rank has                    (rank 0)
         dense-optimizer.safetensors   "<name>/fp32", "<name>/exp_avg", ...
-        experts-000-003.safetensors   weights of residual experts 0..2    (the ranks that own them)
+        experts-000-003.safetensors   weights of the residual experts at places 0..2    (the ranks that own them)
         experts-000-003-optimizer.safetensors
         algorithm-dense.safetensors ...   the same files for what only the training algorithm needs, if anything;
                                 names start with "algorithm."
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,16 +45,16 @@ EXTRA = "algorithm"
 """Marks files, and tensors, of modules that only training needs."""
 
 
-Places = dict[str, tuple[str, int, int]]
+Places = dict[str, tuple[str, Sequence[int]]]
 
 
 def expert_names(model: nn.Module) -> Places:
-    """Names of residual-expert parameters -> (checkpoint prefix, first global expert held here, experts held here)."""
+    """Names of residual-expert parameters -> (checkpoint prefix, global indices of the experts held here)."""
     found = {}
     for layer_name, layer in moe_layers(model).items():
         for name, _ in layer.experts.named_parameters():
             prefix = f"{layer_name}.experts" if layer_name else "experts"
-            found[f"{prefix}.{name}"] = (prefix, layer.first_expert, layer.experts.keys.shape[0])
+            found[f"{prefix}.{name}"] = (prefix, layer.held)
     return found
 
 
@@ -73,9 +73,9 @@ def _by_expert(places: Places, name: str, tensor: Tensor) -> Iterator[tuple[str,
     if name not in places:
         yield name, tensor
         return
-    prefix, first, count = places[name]
-    rows = tensor.view(count, -1) if tensor.ndim == 1 else tensor  # a bias
-    yield from ((_expert_key(name, prefix, first + i), rows[i]) for i in range(count))
+    prefix, held = places[name]
+    rows = tensor.view(len(held), -1) if tensor.ndim == 1 else tensor  # a bias
+    yield from ((_expert_key(name, prefix, expert), row) for expert, row in zip(held, rows, strict=True))
 
 
 def save(
@@ -145,7 +145,7 @@ def _files(model: nn.Module, engine: Any, ranks: Ranks) -> dict[str, dict[str, T
     places = expert_names(model)
     sharded = set(places) if ranks.expert_group is not None else set()
     states = deepspeed.collect(engine, model)
-    weights = {name: here(t).detach().cpu() for name, t in model.state_dict().items()}
+    weights = {name: here(t).detach().cpu() for name, t in model.state_dict(keep_vars=True).items()}
     for name in _rank_sums(model):
         weights[name] = ranks.all_sum(weights[name]).to(weights[name].dtype)
     files: dict[str, dict[str, Tensor]] = {}
@@ -165,7 +165,8 @@ def _files(model: nn.Module, engine: Any, ranks: Ranks) -> dict[str, dict[str, T
     if ranks.rank == 0:
         add("dense", {*weights} - sharded)
     if sharded and ranks.expert_replica == 0:
-        _, first, count = next(iter(places.values()))
+        count = len(next(iter(places.values()))[1])
+        first = count * ranks.expert_rank
         add(f"experts-{first:03d}-{first + count:03d}", sharded)
     return files
 
@@ -266,8 +267,8 @@ class _Tensors:
         """
         if name not in places:
             return self.read(start + name + end)
-        prefix, first, count = places[name]
-        return torch.stack([self.read(start + _expert_key(name, prefix, e) + end) for e in range(first, first + count)])
+        prefix, held = places[name]
+        return torch.stack([self.read(start + _expert_key(name, prefix, expert) + end) for expert in held])
 
 
 def _shaped(tensor: Tensor, name: str, own: Tensor) -> Tensor:
@@ -284,7 +285,7 @@ def load_weights(folder: Path, model: nn.Module, start: str = "") -> None:
         UserError: a file is damaged; a tensor is missing or has another shape.
     """
     tensors, places = _Tensors(folder, optimizer=False), expert_names(model)
-    own = {name: here(tensor) for name, tensor in model.state_dict().items()}
+    own = {name: here(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
     state = {name: _shaped(tensors.read_for(places, name, start), name, own[name]) for name in own}
     resized = {f"{name}.{each}".lstrip(".") for name, layer in moe_layers(model).items() for each in layer.resized}
     for name, tensor in state.items():

@@ -23,6 +23,7 @@ from unifmoe_dist.runtime import heartbeat
 from unifmoe_dist.runtime.ranks import Ranks, seed_everything
 from unifmoe_dist.runtime.signals import StopSignals
 from unifmoe_dist.train import build, checkpoint, deepspeed
+from unifmoe_dist.train.balancing import Balance
 from unifmoe_dist.train.batches import TrainBatches
 from unifmoe_dist.train.cli import dump_train_config
 from unifmoe_dist.train.evaluate import Score, collect_usage, evaluate
@@ -75,6 +76,7 @@ class Trainer:
         self._one_step = TrainingStep(config, self.algorithm, ranks, len(self.task.train), self.epoch_steps, folder)
         self.engine, self.layers = self._one_step.engine, self._one_step.layers
         self.schedule = self.engine.lr_scheduler
+        self.balance = Balance(self.layers if config.parallel.expert_placement == "balanced" else {}, ranks)
         batches = TrainBatches(
             self.task,
             config.data.batch_size,
@@ -172,13 +174,13 @@ class Trainer:
                     window = []
                 seconds = self.seconds + time.perf_counter() - started
                 if checked:
-                    self._save(seconds, better=self._validate())
+                    self._save(seconds, self._validate(), last=bool(result.signal) or self.step == config.steps)
                     if shown and bar.disable:
                         best = f"best {self.task.metric.name} {self.selection.score:.3f} at step {self.selection.step}"
                         print(f"step {self.step}/{config.steps}: {' '.join(numbers)}, {best}", flush=True)
                         heartbeat.heard()
                 elif result.signal:
-                    self._save(seconds, better=False)
+                    self._save(seconds, better=False, last=True)
                 if not window:  # evaluations and checkpoints are no part of the speed of training
                     logged = time.perf_counter()
                 if result.signal:
@@ -264,15 +266,19 @@ class Trainer:
         self._record({**record, **self._by_name(score, "validation")}, score.usage)
         return better
 
-    def _save(self, seconds: float, better: bool) -> None:
+    def _save(self, seconds: float, better: bool, last: bool = False) -> None:
+        """Write a checkpoint, then have experts lie anew for the steps that follow, unless it is the last."""
+        heartbeat.doing(f"step {self.step} of {self.config.steps}, writing a checkpoint")
+        if busiest := self.balance.choose():
+            self._record({"kind": "busiest_rank", "step": self.step, **busiest}, {})
         progress = {
             "step": self.step,
             "epoch_steps": self.epoch_steps,
             "seconds": seconds,
             "skipped_steps": self.skipped,
             **self.selection.progress(),
+            **self.balance.progress(),
         }
-        heartbeat.doing(f"step {self.step} of {self.config.steps}, writing a checkpoint")
         folder, extra = self.folder / "checkpoints", self.algorithm.extra
         saved = checkpoint.save(folder, self.model, self.engine, self.ranks, progress, self.schedule, extra)
         self.saved_step = self.step
@@ -281,6 +287,9 @@ class Trainer:
         if self.ranks.rank == 0:
             checkpoint.prune(folder, self.config.keep_checkpoints)
         self.ranks.barrier()
+        if self.balance.moves and not last:
+            self.balance.lay_out(f"step {self.step}/{self.config.steps}")
+            checkpoint.load(saved, self.model, self.engine, self.ranks, self.schedule, extra)
 
     def _name_best(self, name: str) -> None:
         if self.ranks.rank == 0:
@@ -337,6 +346,7 @@ class Trainer:
 
     def _resume(self) -> None:
         folder, extra = checkpoint.latest(self.folder), self.algorithm.extra
+        self.balance.resume(checkpoint.load_progress(folder))
         progress = checkpoint.load(folder, self.model, self.engine, self.ranks, self.schedule, extra)
         check_epochs(self.config, self.epoch_steps, progress)
         self.step, self.seconds, self.skipped = progress["step"], progress["seconds"], progress["skipped_steps"]

@@ -1,9 +1,7 @@
 """How evenly experts load the ranks that hold them, as they lie and as they could lie best, from recorded routing.
 
 A placement is chosen on one half of the tokens and judged on the other. As they lie, rank r holds the contiguous span
-r of K / R experts. Best: whole experts, as many on each rank, packed greedily by the blocks that they compute (the
-heaviest first, to the least loaded rank with room), then bettered by exchanging two experts for as long as that takes
-something off the heaviest ranks, in blocks and in tokens.
+r of K / R experts. Best: as `unifmoe_dist.placement` finds it for blocks and tokens.
 """
 
 from __future__ import annotations
@@ -14,74 +12,19 @@ from pathlib import Path
 
 import numpy as np
 
+from unifmoe_dist import placement
 from unifmoe_dist.studies.records import markdown
 from unifmoe_dist.studies.scaling.crossings import Crossings, flat_legs
 from unifmoe_dist.studies.scaling.recorded_routing import RecordedLayer, half, read_routing
 
-_SHARPNESS = 16
-"""Power in which loads are summed up: the heaviest ranks decide, yet the others count where these are equal."""
-_MOST_EXCHANGES = 300
 _MOST_TOKENS = 8192  # that the search looks at
 
 
 def best_order(layer: RecordedLayer, ranks: int) -> np.ndarray:
     """(K,) experts in an order whose contiguous spans are the ranks."""
     layer = layer.taken(slice(_MOST_TOKENS))
-    active, local = layer.active.astype(np.int16), layer.num_experts // ranks
-    weight = (layer.num_blocks - layer.shared.sum(1)) @ active
-    starts = [np.arange(layer.num_experts) // local, _packed(weight, ranks, local)]
-    found = [_bettered(start, active, weight, ranks) for start in starts]
-    return np.argsort(min(found, key=lambda x: x[0])[1], kind="stable")
-
-
-def _packed(weight: np.ndarray, ranks: int, local: int) -> np.ndarray:
-    """(K,) the rank of every expert: the heaviest expert first, to the least loaded rank with room."""
-    rank_of, load, room = np.zeros(len(weight), dtype=int), np.zeros(ranks), np.full(ranks, local)
-    for expert in np.argsort(-weight, kind="stable"):
-        rank = int(np.argmin(np.where(room > 0, load, np.inf)))
-        rank_of[expert], load[rank], room[rank] = rank, load[rank] + weight[expert], room[rank] - 1
-    return rank_of
-
-
-def _bettered(rank_of: np.ndarray, active: np.ndarray, weight: np.ndarray, ranks: int) -> tuple[float, np.ndarray]:
-    """The placement and its cost after the exchanges of two experts that take the most off, one after the other."""
-    rank_of = rank_of.copy()
-    load = np.bincount(rank_of, weight, ranks)
-    count = active @ np.eye(ranks, dtype=np.int16)[rank_of]  # (T, R) active experts of a token on a rank
-    tokens = (count > 0).sum(0)
-    scale = [max(1.0, x.mean()) for x in (load, (active.reshape(len(active), ranks, -1).any(2)).sum(0))]
-
-    def cost(load: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        return ((load / scale[0]) ** _SHARPNESS).sum(0) + ((tokens / scale[1]) ** _SHARPNESS).sum(0)
-
-    best = float(cost(load, tokens))
-    for _ in range(_MOST_EXCHANGES):
-        heavy = {int(np.argmax(load)), int(np.argmax(tokens))}
-        better = None
-        for expert in np.flatnonzero(np.isin(rank_of, list(heavy))):
-            others = np.flatnonzero(rank_of != rank_of[expert])
-            if not len(others):
-                break
-            here, there, j = rank_of[expert], rank_of[others], np.arange(len(others))
-            gain = weight[others] - weight[expert]
-            loads, seen = (np.repeat(x[:, None].astype(float), len(others), 1) for x in (load, tokens))
-            loads[here] += gain
-            loads[there, j] -= gain
-            moved = active[:, others] - active[:, [expert]]
-            seen[here] = (count[:, [here]] + moved > 0).sum(0)
-            seen[there, j] = (count[:, there] - moved > 0).sum(0)
-            costs = cost(loads, seen)
-            i = int(np.argmin(costs))
-            if costs[i] < best * (1 - 1e-9):
-                best, better = float(costs[i]), (expert, others[i])
-        if better is None:
-            break
-        a, b = better
-        rank_of[[a, b]] = rank_of[[b, a]]
-        load = np.bincount(rank_of, weight, ranks)
-        count = active @ np.eye(ranks, dtype=np.int16)[rank_of]
-        tokens = (count > 0).sum(0)
-    return best, rank_of
+    weight = (layer.num_blocks - layer.shared.sum(1)) @ layer.active.astype(np.int16)
+    return placement.best_order(weight, ranks, layer.active)
 
 
 def rank_loads(layer: RecordedLayer, ranks: int) -> np.ndarray:

@@ -1,0 +1,166 @@
+"""Experts that move between ranks: the same outputs, losses and files, and less for the busiest rank."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import run_ranks
+from tests.support.sharded import CLOSE, EXCHANGES, assert_equals_whole, sharded_layer, whole_layer
+from tests.support.training import make_config
+from unifmoe_dist import UniFMoEConfig, full_state_dict, load_full_state_dict
+from unifmoe_dist.routing import Router
+from unifmoe_dist.runtime.ranks import running_ranks
+from unifmoe_dist.studies.records import read_metrics
+from unifmoe_dist.train import balancing
+from unifmoe_dist.train.trainer import Trainer
+
+# -- a layer ------------------------------------------------------------------------------------------------------
+
+ORDER = (5, 0, 3, 7, 1, 6, 2, 4)
+
+
+def laid_out(rank, world, dispatcher, counts, **nodes):
+    config = UniFMoEConfig(12, 40, 8, 10)
+    whole, group = whole_layer(config), dist.group.WORLD
+    layer = sharded_layer(whole, group, dispatcher, **nodes)
+    layer.lay_out(ORDER)
+    for expert in range(8):
+        layer.load_ffn(expert, *whole.ffn_weights(expert))
+    assert list(layer.held) == [*ORDER[rank * 8 // world :][: 8 // world]]
+    assert_equals_whole(layer, whole, [torch.randn(n, 12) for n in counts], rank, group, **CLOSE)
+    asked = (rank + 3) % 8
+    assert all(torch.equal(*pair) for pair in zip(layer.ffn_weights(asked), whole.ffn_weights(asked), strict=True))
+    state, want = full_state_dict(layer), whole.state_dict()
+    assert rank or (state.keys() == want.keys() and all(torch.equal(state[name], want[name]) for name in want))
+    optimizer = torch.optim.AdamW(layer.parameters())
+    optimizer.step()
+    kept, moments = layer.experts.keys.detach().clone(), optimizer.state[layer.experts.keys]["exp_avg"].clone()
+    saved = layer.state_dict(), optimizer.state_dict()
+    load_full_state_dict(layer, want)
+    for expert in range(8):
+        assert torch.equal(layer.ffn_weights(expert)[0], whole.ffn_weights(expert)[0])
+    layer.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    assert torch.equal(layer.experts.keys, kept)
+    assert torch.equal(optimizer.state[layer.experts.keys]["exp_avg"], moments)
+    layer.lay_out(range(8))
+    assert layer.columns is None and list(layer.held) == [*range(rank * 8 // world, (rank + 1) * 8 // world)]
+
+
+@pytest.mark.parametrize("dispatcher", EXCHANGES)
+def test_a_layer_in_any_order_is_the_same_layer(dispatcher):
+    run_ranks(2, laid_out, dispatcher, (5, 0))
+    run_ranks(4, laid_out, dispatcher, (3, 0, 7, 1))
+
+
+def test_in_any_order_between_nodes():
+    run_ranks(4, laid_out, "two_level", (3, 0, 7, 1), ranks_per_node=2, dispatch_chunks=2)
+
+
+# -- a run --------------------------------------------------------------------------------------------------------
+
+
+def skew() -> None:
+    """Have the first half of the experts, which lie together, get most tokens."""
+    start = Router.reset_parameters
+
+    def skewed(router: Router) -> None:
+        start(router)
+        with torch.no_grad():
+            router.weight[1 : 1 + len(router.weight) // 2] *= 8
+
+    Router.reset_parameters = skewed
+
+
+def losses_of(ranks, folder, placement, stop=8, resume=False, moe="unif", **options):
+    """Losses of a run of 8 steps, saved after 4 and 8, up to step `stop`; and whether experts of a layer had moved."""
+    size = dist.get_world_size(ranks.expert_group)
+    parallel = dict(expert_placement=placement, expert_parallel_size=size)
+    config = make_config(folder, steps=8, eval_every=4, resume=resume, **parallel, **options)
+    config.model = replace(config.model, num_experts=8, moe=moe)
+    config.optim = replace(config.optim, momentum=0.9)  # for SGD
+    config.validate(ranks.world_size)
+    trainer, losses = Trainer(config, ranks, folder), []
+    while trainer.step < stop:
+        loss = trainer.train_step().sums["task_loss"]
+        losses.append(float(ranks.all_sum(loss)) / ranks.world_size)
+        if trainer.step % 4 == 0:
+            trainer._save(0.0, better=True, last=trainer.step == 8)
+    return losses, any(layer.columns is not None for layer in trainer.layers.values())
+
+
+def copied(ranks, folder, name):
+    if ranks.rank == 0:
+        shutil.copytree(folder, folder.parent / name)
+    ranks.barrier()
+    return folder.parent / name
+
+
+def balanced_runs(rank, world, place, size, cases, gain=balancing.GAIN):
+    """A run with each case's options is as without `balanced`, whole, and cut off after a move and resumed."""
+    skew()
+    balancing.GAIN = gain
+    with running_ranks(size) as ranks:
+        for number, options in enumerate(cases):
+            folder = Path(place) / str(number)
+            want, moved = losses_of(ranks, folder / "near", "near", **options)
+            assert not moved
+            start, moved = losses_of(ranks, folder / "balanced", "balanced", stop=6, **options)
+            assert moved, options
+            assert start == pytest.approx(want[:6], abs=1e-5), options
+            other = copied(ranks, folder / "balanced", "other")
+            rest, moved = losses_of(ranks, folder / "balanced", "balanced", resume=True, **options)
+            assert moved and rest[:2] == start[4:], options  # bit by bit: it lies as it did
+            assert rest == pytest.approx(want[4:], abs=1e-5), options
+        rest, moved = losses_of(ranks, copied(ranks, other, "resumed"), "near", resume=True, **options)
+        assert not moved and rest == pytest.approx(want[4:], abs=1e-5)
+    return want
+
+
+def goes_on(rank, world, folder, want, **options):
+    """On four ranks: in two groups of two, which lie as saved, and in one group of four on two nodes."""
+    with running_ranks(2) as ranks:
+        one = replace(ranks, expert_group=dist.group.WORLD, expert_rank=rank, expert_replica=0)
+        whole = copied(ranks, Path(folder), "whole")
+        rest, moved = losses_of(ranks, Path(folder), "balanced", resume=True, **options)
+        assert moved and rest == pytest.approx(want[4:], abs=1e-5)
+        nodes = dict(dispatcher="two_level", ranks_per_node=2)
+        rest, moved = losses_of(one, whole, "balanced", resume=True, **options, **nodes)
+        assert not moved and rest == pytest.approx(want[4:], abs=1e-5)
+
+
+def test_losses_stay_and_the_busiest_rank_computes_less(tmp_path):
+    cases = [dict(zero_stage=0), dict(optimizer="adamw"), dict(optimizer="adamw", zero_stage=2)]
+    want = run_ranks(2, balanced_runs, str(tmp_path), 2, cases, fresh=True)[0]
+    for number in range(3):
+        records = [record for record in read_metrics(tmp_path / str(number) / "balanced") if len(record) == 5]
+        before, after = (sum(v for v in r.values() if isinstance(v, float)) for r in records)
+        assert [r["step"] for r in records] == [4, 8] and after < 0.9 * before
+    run_ranks(4, goes_on, str(tmp_path / "2/other"), want, optimizer="adamw", zero_stage=2, fresh=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        dict(dispatcher="alltoall"),
+        dict(dispatcher="two_level", ranks_per_node=2),
+        pytest.param(dict(dispatcher="tutel"), marks=pytest.mark.tutel),
+    ],
+)
+def test_losses_stay_on_four_ranks(exchange, tmp_path):
+    cases = [dict(zero_stage=0), dict(zero_stage=1), dict(optimizer="adamw", zero_stage=2)]
+    run_ranks(4, balanced_runs, str(tmp_path), 4, [{**case, **exchange} for case in cases], timeout=400, fresh=True)
+
+
+@pytest.mark.slow
+def test_losses_of_other_layers_stay(tmp_path):
+    """They are loaded evenly, so anything better will do; EMoE's gate follows its experts, MASS rewrites some."""
+    cases = [dict(moe=moe) for moe in ("topk", "emoe", "mass", "dynmoe")]
+    run_ranks(2, balanced_runs, str(tmp_path), 2, cases, gain=0.0, timeout=400, fresh=True)

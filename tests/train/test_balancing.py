@@ -80,7 +80,7 @@ def skew() -> None:
 
 def losses_of(ranks, folder, placement, stop=8, resume=False, moe="unif", **options):
     """Losses of a run of 8 steps, saved after 4 and 8, up to step `stop`; and whether experts of a layer had moved."""
-    size = dist.get_world_size(ranks.expert_group)
+    size = 1 if ranks.expert_group is None else dist.get_world_size(ranks.expert_group)
     parallel = dict(expert_placement=placement, expert_parallel_size=size)
     config = make_config(folder, steps=8, eval_every=4, resume=resume, **parallel, **options)
     config.model = replace(config.model, num_experts=8, moe=moe)
@@ -99,68 +99,69 @@ def copied(ranks, folder, name):
     if ranks.rank == 0:
         shutil.copytree(folder, folder.parent / name)
     ranks.barrier()
-    return folder.parent / name
 
 
-def balanced_runs(rank, world, place, size, cases, gain=balancing.GAIN):
-    """A run with each case's options is as without `balanced`, whole, and cut off after a move and resumed."""
+def balanced_runs(rank, world, place, size, kinds, gain=balancing.GAIN):
+    """Losses of runs at several ZeRO stages are those without `balanced`; the first is cut off and resumed.
+
+    `kinds` are options and their stages. Returns the last kind's losses without `balanced`.
+    """
     skew()
     balancing.GAIN = gain
     with running_ranks(size) as ranks:
-        for number, options in enumerate(cases):
-            folder = Path(place) / str(number)
+        for number, (options, first, *stages) in enumerate(kinds):
+            folder, resumed = Path(place) / str(number), dict(zero_stage=first, resume=True, **options)
             want, moved = losses_of(ranks, folder / "near", "near", **options)
             assert not moved
-            start, moved = losses_of(ranks, folder / "balanced", "balanced", stop=6, **options)
-            assert moved, options
-            assert start == pytest.approx(want[:6], abs=1e-5), options
-            other = copied(ranks, folder / "balanced", "other")
-            rest, moved = losses_of(ranks, folder / "balanced", "balanced", resume=True, **options)
+            start, moved = losses_of(ranks, folder / "cut", "balanced", stop=6, zero_stage=first, **options)
+            assert moved and start == pytest.approx(want[:6], abs=1e-5), options
+            copied(ranks, folder / "cut", "copy")
+            rest, moved = losses_of(ranks, folder / "cut", "balanced", **resumed)
             assert moved and rest[:2] == start[4:], options  # bit by bit: it lies as it did
             assert rest == pytest.approx(want[4:], abs=1e-5), options
-        rest, moved = losses_of(ranks, copied(ranks, other, "resumed"), "near", resume=True, **options)
-        assert not moved and rest == pytest.approx(want[4:], abs=1e-5)
+            for stage in stages:
+                found, moved = losses_of(ranks, folder / f"{stage}", "balanced", zero_stage=stage, **options)
+                assert moved and found == pytest.approx(want, abs=1e-5), (options, stage)
     return want
 
 
-def goes_on(rank, world, folder, want, **options):
-    """On four ranks: in two groups of two, which lie as saved, and in one group of four on two nodes."""
-    with running_ranks(2) as ranks:
-        one = replace(ranks, expert_group=dist.group.WORLD, expert_rank=rank, expert_replica=0)
-        whole = copied(ranks, Path(folder), "whole")
-        rest, moved = losses_of(ranks, Path(folder), "balanced", resume=True, **options)
-        assert moved and rest == pytest.approx(want[4:], abs=1e-5)
-        nodes = dict(dispatcher="two_level", ranks_per_node=2)
-        rest, moved = losses_of(one, whole, "balanced", resume=True, **options, **nodes)
-        assert not moved and rest == pytest.approx(want[4:], abs=1e-5)
+def goes_on(rank, world, folder, want, size, saved, **options):
+    """A run that others began goes on as it would have; whether as `saved`, the order is taken up."""
+    with running_ranks(size) as ranks:
+        placement = "balanced" if size > 1 else "near"
+        rest, moved = losses_of(ranks, Path(folder), placement, resume=True, **options)
+        assert moved == saved and rest == pytest.approx(want[4:], abs=1e-5)
 
 
 def test_losses_stay_and_the_busiest_rank_computes_less(tmp_path):
-    cases = [dict(zero_stage=0), dict(optimizer="adamw"), dict(optimizer="adamw", zero_stage=2)]
-    want = run_ranks(2, balanced_runs, str(tmp_path), 2, cases, fresh=True)[0]
-    for number in range(3):
-        records = [record for record in read_metrics(tmp_path / str(number) / "balanced") if len(record) == 5]
-        before, after = (sum(v for v in r.values() if isinstance(v, float)) for r in records)
-        assert [r["step"] for r in records] == [4, 8] and after < 0.9 * before
-    run_ranks(4, goes_on, str(tmp_path / "2/other"), want, optimizer="adamw", zero_stage=2, fresh=True)
+    options = dict(optimizer="adamw")
+    want = run_ranks(2, balanced_runs, str(tmp_path), 2, [(options, 2, 0)], fresh=True)[0]
+    records = [record for record in read_metrics(tmp_path / "0/0") if record["kind"] == "busiest_rank"]
+    before, after = (r["blocks.1.mlp"] + r["blocks.3.mlp"] for r in records)
+    assert [r["step"] for r in records] == [4, 8] and after < 0.9 * before
+    run_ranks(1, goes_on, str(tmp_path / "0/copy"), want, 1, False, **options, fresh=True)
+
+
+NODES = dict(dispatcher="two_level", ranks_per_node=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "exchange",
-    [
-        dict(dispatcher="alltoall"),
-        dict(dispatcher="two_level", ranks_per_node=2),
-        pytest.param(dict(dispatcher="tutel"), marks=pytest.mark.tutel),
-    ],
-)
+@pytest.mark.parametrize("size, saved, more", [(2, True, {}), (4, False, NODES)])
+def test_a_run_goes_on_on_four_ranks(size, saved, more, tmp_path):
+    """In two groups of two, which lie as saved, and in one of four, on two nodes."""
+    want = run_ranks(2, balanced_runs, str(tmp_path), 2, [({}, 1, 0, 2)], fresh=True)[0]
+    run_ranks(4, goes_on, str(tmp_path / "0/copy"), want, size, saved, **more, fresh=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", [{}, NODES, pytest.param(dict(dispatcher="tutel"), marks=pytest.mark.tutel)])
 def test_losses_stay_on_four_ranks(exchange, tmp_path):
-    cases = [dict(zero_stage=0), dict(zero_stage=1), dict(optimizer="adamw", zero_stage=2)]
-    run_ranks(4, balanced_runs, str(tmp_path), 4, [{**case, **exchange} for case in cases], timeout=400, fresh=True)
+    kinds = [(exchange, 0, 1), (dict(optimizer="adamw", **exchange), 1, 2)]
+    run_ranks(4, balanced_runs, str(tmp_path), 4, kinds, timeout=400, fresh=True)
 
 
 @pytest.mark.slow
 def test_losses_of_other_layers_stay(tmp_path):
     """They are loaded evenly, so anything better will do; EMoE's gate follows its experts, MASS rewrites some."""
-    cases = [dict(moe=moe) for moe in ("topk", "emoe", "mass", "dynmoe")]
-    run_ranks(2, balanced_runs, str(tmp_path), 2, cases, gain=0.0, timeout=400, fresh=True)
+    kinds = [(dict(moe=moe), 1) for moe in ("topk", "emoe", "mass", "dynmoe")]
+    run_ranks(2, balanced_runs, str(tmp_path), 2, kinds, gain=0.0, timeout=400, fresh=True)

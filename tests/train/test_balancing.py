@@ -14,6 +14,7 @@ from tests.support.ranks import run_ranks
 from tests.support.sharded import CLOSE, EXCHANGES, assert_equals_whole, sharded_layer, whole_layer
 from tests.support.training import make_config
 from unifmoe_dist import UniFMoEConfig, full_state_dict, load_full_state_dict
+from unifmoe_dist.errors import UserError
 from unifmoe_dist.routing import Router
 from unifmoe_dist.runtime.ranks import running_ranks
 from unifmoe_dist.studies.records import read_metrics
@@ -76,6 +77,14 @@ def skew() -> None:
             router.weight[1 : 1 + len(router.weight) // 2] *= 8
 
     Router.reset_parameters = skewed
+
+
+@pytest.mark.parametrize("size, held, other", [(1, "all", "larger"), (4, "one", "smaller")])
+def test_nothing_to_move_is_refused(size, held, other):
+    config = make_config("run", expert_parallel_size=size, expert_placement="balanced")
+    with pytest.raises(UserError, match=f"{size} each rank holds {held}; choose a {other} one, or near.$"):
+        config.validate(4)
+    replace(config, model=replace(config.model, moe="none")).validate(4)
 
 
 def losses_of(ranks, folder, placement, stop=8, resume=False, moe="unif", **options):

@@ -33,6 +33,7 @@ from unifmoe_dist.train.options import OptionParser
         ("--parallel.expert_parallel_size x", "--parallel.expert_parallel_size must be a whole number or auto, not x."),
         ("--model 3", "--model holds options, which are given one by one, such as --model.backbone."),
         ("--config nowhere.yaml", "--config: there is no file"),
+        ("--parallel.expert_placement x", "--parallel.expert_placement must be near, far or balanced, not x."),
         ("--parallel.zero_stage 3", "parallel.zero_stage 3 leaves no weight whole on any rank"),
         ("--parallel.zero_stage 4", "--parallel.zero_stage must be 0, 1 or 2, not 4."),
         ("--steps", "--steps needs a value"),

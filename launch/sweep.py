@@ -4,6 +4,7 @@
     python launch/sweep.py --table domainbed --dry-run                   the runs, GPU hours and disk that it needs
     python launch/sweep.py --table domainbed --gpus 0 1 2 3              one run at a time on each GPU
     python launch/sweep.py --table digits --jobs 2                       on CPU cores
+    python launch/sweep.py --table evidence --jobs 2                     every method on shifts that need no hub
     python launch/sweep.py --table glue --tasks cola rte --seeds 0       a part of a table
     python launch/sweep.py --config configs/digits.yaml --methods dense unif --held-out rot0 rot75 --set steps=200
     python launch/report.py runs/sweeps                                  the tables, from whatever has finished
@@ -46,6 +47,12 @@ def parser() -> OptionParser:
     several("--seeds", type=int, metavar="N", help="seeds (0 1 2)")
     rates = "learning rates, chosen by validation (GLUE: 2e-5 3e-5 5e-5; else config)"
     several("--lr", type=float, metavar="RATE", help=rates)
+    what.add_argument(
+        "--lr-from",
+        type=Path,
+        metavar="FOLDER",
+        help="take each method's best learning rate by validation from a sweep with --lr, of other seeds",
+    )
     several("--set", metavar="KEY=VALUE", help="options of every run")
     how = result.add_argument_group("how to run it")
     how.add_argument("--output", type=Path, default=Path("runs/sweeps"), help="folder of all runs (runs/sweeps)")
@@ -105,14 +112,20 @@ def selection(options: argparse.Namespace) -> Selection:
         tasks = [parse_train_config(["--config", str(options.config)], prog="sweep.py").data.task]
     if not tasks:
         raise UserError("name the data sets with --tasks, or give a --config.")
+    seeds, rates = options.seeds or SEEDS, {}
+    if options.lr_from is not None:
+        from unifmoe_dist.studies.report.entries import best_rates, collect
+
+        rates = best_rates(collect(options.lr_from), seeds)
     return Selection(
         tasks,
         options.methods or (table.methods if table else ()),
         options.held_out,
-        options.seeds or SEEDS,
+        seeds,
         options.lr,
         options.set,
         options.config,
+        rates,
     )
 
 

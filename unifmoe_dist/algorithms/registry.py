@@ -33,3 +33,6 @@ REGISTRY: dict[str, AlgorithmEntry] = {
         AlgorithmEntry("pcmoe", "PC-MoE", "algorithms.pcmoe:PCMoE"),
     )
 }
+
+PLAIN = next(entry for entry in REGISTRY.values() if entry.plain)
+"""The task loss alone: what a run minimises that names no algorithm."""

@@ -16,11 +16,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from unifmoe_dist.algorithms.registry import PLAIN
 from unifmoe_dist.algorithms.registry import REGISTRY as ALGORITHMS
 from unifmoe_dist.errors import UserError
 
-Family = Literal["dense", "static", "algorithm", "dynamic", "unif", "ablation", "study"]
-_ORDER: tuple[Family, ...] = ("dense", "static", "algorithm", "dynamic", "unif", "ablation")
+Family = Literal["dense", "static", "algorithm", "dynamic", "unif", "ablation", "combined", "study"]
+_ORDER: tuple[Family, ...] = ("dense", "static", "algorithm", "dynamic", "unif", "ablation", "combined")
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Row:
         name: Word on command lines and in folder names.
         label: Name for readers.
         family: dense; static and dynamic MoE layers; training algorithms on the dense backbone; UniF-MoE, its
-            ablations, and studies of one of its parameters.
+            ablations, UniF-MoE trained by those algorithms, and studies of one of its parameters.
         options: What it changes in a base configuration, by dotted name, and nothing else.
     """
 
@@ -39,6 +40,11 @@ class Row:
     label: str
     family: Family
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def needs_environments(self) -> bool:
+        """Whether its training algorithm compares environments, so that a task without any cannot have it."""
+        return not ALGORITHMS[self.options.get("algorithm.name", PLAIN.name)].plain
 
 
 EVERY_LAYER = ("num_experts", "num_blocks", "hidden_dropout")
@@ -105,6 +111,11 @@ _ABLATIONS = (
     Row("unif-top2", "UniF-MoE, top-2 experts", "ablation", {"model.fixed_experts": 2}),
     Row("unif-prefix", "UniF-MoE, prefix blocks", "ablation", {"model.block_choice": "prefix"}),
 )
+_COMBINED = tuple(
+    Row(f"unif-{name}", f"UniF-MoE with {ALGORITHMS[name].title}", "combined", {"algorithm.name": name})
+    for name in ("lfme", "dmda")
+)
+_WIDE = Row("dense-wide", "Dense, FFNs 1.5 times as wide", "dense", {"model.num_experts": 3})
 _UNIF = ("capacity_factor", "shared_demand", "fixed_experts", "block_choice")
 _NOISY = ("top_k", "load_loss")
 _DYNMOE = ("max_experts", "adapt_every", "gate_temperature")
@@ -113,8 +124,9 @@ _MASS = ("max_experts", "mass_threshold", "expansion_steps", "mass_window", "mas
 REGISTRY: dict[str, Method] = {
     method.name: method
     for method in (
-        Method("unif", "UniF-MoE", "layer:UniFMoELayer", _UNIF, _ABLATIONS, shared=True),
+        Method("unif", "UniF-MoE", "layer:UniFMoELayer", _UNIF, (*_ABLATIONS, *_COMBINED), shared=True),
         Method("none", "The dense model", None, rows=(Row("dense", "Dense", "dense"),)),
+        Method("wide", "The wider dense model", "methods.wide:WideLayer", rows=(_WIDE,), slices=True),
         Method("topk", "The top-k MoE", "methods.topk:TopKLayer", ("top_k",), _STANDARD),
         Method("gmoe", "GMoE", "methods.gmoe:GMoELayer", _NOISY, (_GMOE,), _COSINE),
         Method("emoe", "EMoE", "methods.emoe:EMoELayer", _NOISY, (Row("emoe", "EMoE", "static", _EMOE),), slices=True),

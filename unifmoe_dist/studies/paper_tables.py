@@ -1,4 +1,4 @@
-"""The paper's tables as data: which data sets, methods and seeds each needs."""
+"""The paper's tables as data, and this project's own: which data sets, methods and seeds each needs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ class PaperTable:
         title: Caption.
         tasks: Data sets, by name.
         methods: Methods, by name.
+        pairs: Methods to compare run by run, each with the one that it is compared with.
     """
 
     name: str
     title: str
     tasks: tuple[str, ...]
     methods: tuple[str, ...]
+    pairs: tuple[tuple[str, str], ...] = ()
 
 
 _DECISIONS = ("unif-fixed-alpha", "unif-top2", "unif-prefix")
@@ -37,6 +39,15 @@ _LAMBDAS = ("unif-lambda-0", "unif-lambda-0.001", "unif", "unif-lambda-0.1")
 _BLOCKS = ("unif-blocks-4", "unif", "unif-blocks-16", "unif-blocks-32")
 _EXPERTS = ("unif-experts-2", "unif-experts-4", "unif-experts-12")
 _DIGITS = ("dense", *_STANDARD[:3], *_VISION, "unif", *_DECISIONS, *_LAMBDAS, *_BLOCKS, *_EXPERTS)
+EVIDENCE = ("digit-sources", "acceptability")
+"""Tasks with a shift that is real, or with pretrained weights, that need no hub; more take part by their names here."""
+_EVIDENCE = ("dense", "dense-wide", "top1", "top2", "gmoe", "emoe", "dynmoe", "mass", "unif", *_DECISIONS)
+_TRAINED_OTHERWISE = ("lfme", "dmda", "unif-lfme", "unif-dmda")
+_PAIRS = (
+    *((method, "dense") for method in (*_EVIDENCE[1:], *_TRAINED_OTHERWISE)),
+    *(("unif", method) for method in _EVIDENCE[1:] if method != "unif"),
+    *((f"unif-{method}", method) for method in _TRAINED_OTHERWISE[:2]),
+)
 
 TABLES: dict[str, PaperTable] = {
     table.name: table
@@ -49,6 +60,7 @@ TABLES: dict[str, PaperTable] = {
         PaperTable("coactivation", "Without and with the Gram loss", ("pacs",), ("unif-lambda-0", "unif")),
         PaperTable("blocks", "Blocks per expert on DomainBed", DOMAINBED, _BLOCKS),
         PaperTable("digits", "Every method and ablation on rotated digits", ("digits",), tuple(dict.fromkeys(_DIGITS))),
+        PaperTable("evidence", "Held-out scores, paired", EVIDENCE, (*_EVIDENCE, *_TRAINED_OTHERWISE), _PAIRS),
     )
 }
 """A study's default value (λ = 0.01, B = 8, K = 6) is the method `unif`, so tables share those runs."""

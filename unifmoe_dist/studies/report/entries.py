@@ -11,7 +11,7 @@ any of them. Where one of those has not finished, an entry has no value.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -140,6 +140,30 @@ def grid_of(results: Iterable[Result], task: str) -> Grid:
         tuple(sorted({r.seed for r in mine})),
         tuple(sorted({r.lr for r in mine}, key=lambda lr: lr or 0.0)),
     )
+
+
+def best_rates(results: Sequence[Result], seeds: Collection[int]) -> dict[tuple[str, str], float]:
+    """For each data set and method the learning rate with the best mean validation score.
+
+    Args:
+        results: Runs at several learning rates, the same of every method.
+        seeds: Those of the runs that the rates are for, none of which may have been used to choose them.
+
+    Raises:
+        UserError: runs are missing, have no learning rate of their own, or a seed that is not free.
+    """
+    rates = {}
+    for task, method in dict.fromkeys((r.task, r.method) for r in results):
+        mine, grid = [r for r in results if (r.task, r.method) == (task, method)], grid_of(results, task)
+        if sum(r.finished for r in mine) < grid.size or None in grid.learning_rates:
+            raise UserError(f"--lr-from needs every run of {method} on {task} at each --lr; finish that sweep first.")
+        if used := set(grid.seeds) & set(seeds):
+            raise UserError(
+                f"--lr-from was chosen on seed {min(used)}, which is to be run; choose it on other --seeds."
+            )
+        by_rate = pd.DataFrame(map(vars, mine)).groupby("lr")["validation"].mean()
+        rates[task, method] = float(by_rate.idxmin() if find_task(task).metric.lower_is_better else by_rate.idxmax())
+    return rates
 
 
 def cell(results: Sequence[Result], task: str, method: str, held_out: str | None = None) -> Entry:

@@ -26,6 +26,7 @@ _FAMILIES: dict[Family, tuple[str, str]] = {
     "algorithm": ("#e69f00", "training algorithm, dense"),
     "unif": ("#d62728", "UniF-MoE"),
     "ablation": ("#cc79a7", "UniF-MoE, ablated"),
+    "combined": ("#a6761d", "UniF-MoE by a training algorithm"),
     "study": ("#8c6bb1", "UniF-MoE, other parameters"),
 }
 """Colour and name of each family of methods."""

@@ -74,6 +74,7 @@ class Selection:
     learning_rates: Sequence[float] = ()  # peak
     settings: Sequence[str] = ()  # options of every run as KEY=VALUE; a method's own come last
     config: Path | None = None  # base configuration of every data set; None takes each data set's own
+    chosen_rates: Mapping[tuple[str, str], float] = field(default_factory=dict)  # of each data set and method
 
 
 def expand(selection: Selection, output: Path, configs: Path) -> list[Run]:
@@ -97,8 +98,10 @@ def expand(selection: Selection, output: Path, configs: Path) -> list[Run]:
         environments: list[str | None] = [name for name in data_set.environments if name in wanted]
         environments = environments if data_set.environments else [None]
         rates: list[float | None] = [*(selection.learning_rates or data_set.learning_rates)] or [None]
-        for held_out, method, lr in product(environments, selection.methods, rates):
-            runs.append(_run(RunIdentity(task, held_out, method, seed, lr), base, output))
+        methods = [m for m in selection.methods if environments[0] or not find_method(m).needs_environments]
+        for held_out, method, lr in product(environments, methods, rates):
+            chosen = _chosen_rate(selection, task, method)
+            runs.append(_run(RunIdentity(task, held_out, method, seed, lr), {**base, **chosen}, output))
     if selection.held_out:
         known = {name for task in selection.tasks for name in find_task(task).environments}
         if unknown := [name for name in selection.held_out if name not in known]:
@@ -106,7 +109,19 @@ def expand(selection: Selection, output: Path, configs: Path) -> list[Run]:
                 f"--held-out {unknown[0]!r} is no environment of {', '.join(selection.tasks)}; "
                 f"choose from {', '.join(sorted(known)) or 'other data sets: these have none'}."
             )
+    if not runs:
+        raise UserError(
+            f"{', '.join(selection.methods)} compares environments, which {', '.join(selection.tasks)} lacks."
+        )
     return runs
+
+
+def _chosen_rate(selection: Selection, task: str, method: str) -> dict[str, float]:
+    if not selection.chosen_rates:
+        return {}
+    if (task, method) not in selection.chosen_rates:
+        raise UserError(f"--lr-from has no runs of {method} on {task} to choose a learning rate by; run them first.")
+    return {"optim.lr": selection.chosen_rates[task, method]}
 
 
 def _refuse_repeats(selection: Selection) -> None:
@@ -122,6 +137,8 @@ def _refuse_repeats(selection: Selection) -> None:
             raise UserError(f"--set {key} is what a sweep varies; use {_COORDINATES[key]}.")
         if key == "optim.lr" and selection.learning_rates:
             raise UserError("--set optim.lr and --lr were both given; use one of them.")
+    if selection.chosen_rates and selection.learning_rates:
+        raise UserError("--lr-from and --lr were both given; use one of them.")
 
 
 @cache

@@ -158,7 +158,7 @@ class _Pool:
         self.free = places
         self.at_work: dict[BaseProcess, tuple[Run, Mapping[str, str]]] = {}
         self._discard = discard_checkpoints
-        self._context = process_context("unifmoe_dist.train.main", "unifmoe_dist.studies.training_plots")
+        self._context = process_context("unifmoe_dist.train.main")
 
     def start(self, run: Run) -> None:
         place = self.free.pop(0)
@@ -233,13 +233,11 @@ def _attempt(run: Run, discard_checkpoints: bool) -> int:
 def _train(run: Run) -> None:
     import torch
 
-    from unifmoe_dist.studies.training_plots import draw_finished
     from unifmoe_dist.train.main import train
 
     if not torch.cuda.is_available():
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    if finished := train(with_options(run.config, {"resume": "auto"}), patience=0):
-        draw_finished(finished[0])
+    train(with_options(run.config, {"resume": "auto"}), patience=0)
 
 
 def _leave_with_parent() -> None:

@@ -1,0 +1,66 @@
+"""A dense FFN made wider: what a model of equal computation does without any routing."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+from pydantic import model_validator
+from torch import Tensor
+
+from unifmoe_dist.config import ExpertLayerConfig, checked
+from unifmoe_dist.errors import UserError
+from unifmoe_dist.methods.gated import GatedExpertLayer, Gating
+
+
+@checked(frozen=True)
+class WideConfig(ExpertLayerConfig):
+    """Shape of a wider FFN: num_experts halves of the dense one, at least its own two."""
+
+    @model_validator(mode="after")
+    def _holds_the_dense_one(self) -> Self:
+        if self.num_experts < 2 or self.hidden_dim % 2:
+            raise UserError(
+                f"a wider FFN is made of halves: hidden_dim {self.hidden_dim} must be even and num_experts "
+                f"{self.num_experts} at least 2."
+            )
+        return self
+
+
+class WideLayer(GatedExpertLayer[WideConfig]):
+    """An FFN of K H / 2 channels, kept as K experts of H / 2 that every token uses with coefficient 1.
+
+    The first two are the halves of the dense FFN. The channels of the others start as torch starts a linear layer, and
+    their down-projection at 0: the layer starts as the dense FFN, and no channel starts as a copy of another, which
+    would stay one.
+    """
+
+    config_type = WideConfig
+
+    @property
+    def expert_dim(self) -> int:
+        return self.config.hidden_dim // 2
+
+    @torch.no_grad()
+    def load_dense(
+        self,
+        up_weight: Tensor,
+        up_bias: Tensor | None,
+        down_weight: Tensor,
+        down_bias: Tensor | None,
+        gate_weight: Tensor | None = None,
+        gate_bias: Tensor | None = None,
+    ) -> None:
+        dense = (up_weight, up_bias, down_weight, down_bias, gate_weight, gate_bias)
+        for expert in range(self.config.num_experts):
+            fresh = tuple(None if part is None else part.to(up_weight) for part in (*self._random_dense(), None, None))
+            up, up_bias, down, bias, *gate = (dense if expert < 2 else fresh)[:6]
+            own = slice(self.expert_dim * (expert % 2), self.expert_dim * (expert % 2 + 1))
+            down = down[:, own] if expert < 2 else torch.zeros_like(down[:, own])
+            bias = bias if bias is None or expert == 0 else torch.zeros_like(bias)
+            part_up_bias, *part_gate = [None if tensor is None else tensor[own] for tensor in (up_bias, *gate)]
+            self.load_ffn(expert, up[own], part_up_bias, down, bias, *part_gate)
+
+    def _gate(self, x: Tensor) -> Gating:
+        gates = torch.ones(len(x), self.config.num_experts, device=x.device)
+        return Gating(gates, gates)

@@ -230,3 +230,21 @@ def test_layers_that_do_not_fit():
         MOE_LAYERS["dynmoe"](SHAPE, LayerOptions(num_experts=0, max_experts=6), None, "auto")
     with pytest.raises(UserError, match="expert 'shared' does not exist; use a whole number from 0 to 3"):
         make("topk").ffn_weights("shared")
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_wider_ffn_starts_as_the_dense_one_and_uses_every_channel(gated):
+    torch.manual_seed(3)
+    options = LayerOptions(num_experts=3, num_blocks=6)
+    layer = MOE_LAYERS["wide"]({**SHAPE, "gated": gated}, options, None, "auto")
+    parts = dense_ffn() if gated else dense_ffn()[:2]
+    layer.load_dense(*(t for part in parts for t in (part.weight, part.bias)))
+    up, down, gate = (*parts, None)[:3]
+    x = torch.randn(5, 12)
+    y = layer(x)
+    torch.testing.assert_close(y, down(F.gelu(gate(x)) * up(x) if gate else F.gelu(up(x))), rtol=1e-5, atol=1e-6)
+    y.square().sum().backward()
+    assert layer.experts.values.shape == (3, 12, 12) and (layer.experts.values.grad.abs().sum((1, 2)) > 0).all()
+    assert UsageSummary.from_totals(layer.usage.totals, 3).block_compute == 9  # 1.5 FFNs of 6 blocks
+    with pytest.raises(UserError, match="num_experts 1 at least 2"):
+        MOE_LAYERS["wide"](SHAPE, LayerOptions(num_experts=1), None, "auto")

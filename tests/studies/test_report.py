@@ -309,11 +309,12 @@ def write_run(folder: Path, identity: dict, summary: dict | None = None, log: st
     (folder / "run.json").write_text(json.dumps(identity))
     if summary is not None:
         (folder / "summary.json").write_text(json.dumps(summary))
-        (folder / "config.yaml").write_text("model: {num_blocks: 8, num_experts: 6}\noptim: {lambda_div: 0.01}\n")
+        (folder / "config.yaml").write_text(CONFIG)
     if log is not None:
         (folder / "log.txt").write_text(log)
 
 
+CONFIG = "model: {num_blocks: 8, num_experts: 6}\noptim: {lambda_div: 0.01, lr: 0.002}\n"
 SUMMARY = {"test_accuracy": 0.5, "validation_accuracy": 0.75, "mean_block_compute": 8.0, "mean_expert_count": 0.0}
 IDENTITY = {"task": "cola", "held_out": None, "method": "dense", "seed": 0, "lr": 2e-5}
 

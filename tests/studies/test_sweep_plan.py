@@ -29,6 +29,7 @@ COUNTS = {
     "coactivation": 4 * 3 * 2,
     "blocks": DOMAINBED_ENVIRONMENTS * 3 * 4,
     "digits": 6 * 3 * 25,
+    "evidence": (3 * 16 + 12) * 3,
 }
 
 
@@ -102,6 +103,18 @@ def test_a_method_may_have_other_options_on_a_data_set(tmp_path):
     shapes = {(run.task, run.method): (run.config.model.num_experts, run.config.model.top_k) for run in runs}
     assert shapes["pacs", "emoe"] == (24, 4) and shapes["digits", "emoe"] == (16, 3)
     assert shapes["pacs", "dynmoe"][0] == 6 and shapes["qnli", "dynmoe"][0] == 8 and shapes["digits", "dynmoe"][0] == 6
+
+
+def test_a_task_without_environments_has_no_method_that_compares_them(tmp_path):
+    chosen = {("acceptability", "dense"): 3e-4, ("digit-sources", "dense"): 4e-3, ("digit-sources", "unif-lfme"): 1e-3}
+    tasks, methods = ("acceptability", "digit-sources"), ("dense", "unif-lfme")
+    runs = expand(Selection(tasks, methods, ("uci",), (0,), chosen_rates=chosen), tmp_path, CONFIGS)
+    rates = {(run.task, run.method): run.config.optim.lr for run in runs}
+    assert rates == chosen and {run.lr for run in runs} == {None}  # chosen before, so no part of what is compared
+    with pytest.raises(UserError, match="unif-lfme compares environments, which acceptability lacks"):
+        expand(Selection(tasks[:1], methods[1:]), tmp_path, CONFIGS)
+    with pytest.raises(UserError, match="--lr-from has no runs of top1 on digit-sources"):
+        expand(Selection(tasks[1:], ("top1",), chosen_rates=chosen), tmp_path, CONFIGS)
 
 
 @pytest.mark.parametrize(

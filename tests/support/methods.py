@@ -8,7 +8,7 @@ from unifmoe_dist.config import ModelConfig, OptimConfig, ParallelConfig, TrainC
 from unifmoe_dist.expert_layer import AppliedStep
 from unifmoe_dist.methods import MOE_LAYERS, LayerOptions
 
-METHODS = list(MOE_LAYERS)
+METHODS = [name for name in MOE_LAYERS if name != "wide"]  # which has no gate
 SHAPE = dict(model_dim=12, hidden_dim=24, num_blocks=6, activation="gelu", bias=True)
 OPTIONS = LayerOptions(num_experts=4, num_blocks=6, top_k=2, max_experts=6, mass_threshold=0.6)
 CLOSE = dict(rtol=1e-4, atol=1e-5, equal_nan=True)

@@ -27,7 +27,7 @@ from unifmoe_dist.studies.records import read_summary
 from unifmoe_dist.studies.sweep.planned_runs import RunIdentity
 from unifmoe_dist.studies.sweep.run_folder import saved_options
 
-_OPTIONS = ("model.num_blocks", "model.num_experts", "optim.lambda_div")
+_OPTIONS = ("model.num_blocks", "model.num_experts", "optim.lambda_div", "optim.lr")
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,14 @@ def best_rates(results: Sequence[Result], seeds: Collection[int]) -> dict[tuple[
     return rates
 
 
+def chosen_runs(results: Sequence[Result]) -> pd.DataFrame:
+    """Of finished runs of one data set and method, those of the learning rate that validation chooses: one to a seed
+    and environment, with the fields of a result and `ffns`."""
+    runs = pd.DataFrame([vars(r) | {"ffns": r.ffns, "held_out": str(r.held_out)} for r in results])
+    scores = runs.groupby(["seed", "held_out"])["validation"]
+    return runs.loc[scores.idxmin() if find_task(results[0].task).metric.lower_is_better else scores.idxmax()]
+
+
 def cell(results: Sequence[Result], task: str, method: str, held_out: str | None = None) -> Entry:
     """A method's entry for a data set, or for one of its environments if that is given."""
     grid = grid_of(results, task)
@@ -174,9 +182,7 @@ def cell(results: Sequence[Result], task: str, method: str, held_out: str | None
     mine = sorted((r for r in mine if r.finished), key=lambda r: r.lr or 0.0)
     if len(mine) < grid.size or not grid.size:
         return Entry(None, done=len(mine), wanted=grid.size)
-    runs = pd.DataFrame([vars(r) | {"ffns": r.ffns, "held_out": str(r.held_out)} for r in mine])
-    scores = runs.groupby(["seed", "held_out"])["validation"]
-    chosen = runs.loc[scores.idxmin() if find_task(task).metric.lower_is_better else scores.idxmax()]  # learning rate
+    chosen = chosen_runs(mine)
     by_seed = chosen.groupby("seed")["score"].mean().tolist()
     costs = chosen[list(COSTS.values())].mean()
     return Entry(fmean(by_seed), deviation(by_seed), len(mine), grid.size, **costs, by_seed=tuple(by_seed))

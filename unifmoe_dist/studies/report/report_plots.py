@@ -236,9 +236,13 @@ def _ablation(results: Sequence[Result]) -> Figure:
     return figure
 
 
+def family_colour(method: str) -> str:
+    """The colour of a method's family."""
+    return _FAMILIES[find_method(method).family][0]
+
+
 def _colour(method: str) -> str:
-    over_standard = method in (STANDARD_AVERAGE, STANDARD_BEST)
-    return _FAMILIES["static" if over_standard else find_method(method).family][0]
+    return _FAMILIES["static"][0] if method in (STANDARD_AVERAGE, STANDARD_BEST) else family_colour(method)
 
 
 def _bar(axis: Axes, x: float, y: float, method: str, fmt: str = "o", **style: Any) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.files import write_text
+from unifmoe_dist.studies.paper_tables import TABLES
 from unifmoe_dist.studies.report.entries import Result, collect
+from unifmoe_dist.studies.report.evidence import write_evidence
 from unifmoe_dist.studies.report.report_plots import plot_table
 from unifmoe_dist.studies.report.report_tables import as_csv, build_tables, latex, markdown
 from unifmoe_dist.studies.sweep.run_folder import last_words
@@ -27,6 +29,8 @@ def write_report(runs: Path, output: Path) -> str:
             for suffix, text in (("md", markdown(table) + "\n"), ("tex", latex(table)), ("csv", as_csv(table))):
                 write_text(output / f"{table.name}.{suffix}", text)
             page += [markdown(table), *plot_table(table, results, output)]
+        for task in TABLES["evidence"].tasks:
+            page += write_evidence(results, task, output)
         page += _missing_runs([result for result in results if not result.finished], len(results))
         text = "\n\n".join(page)
         write_text(output / "report.md", text + "\n")

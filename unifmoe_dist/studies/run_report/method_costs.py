@@ -92,11 +92,12 @@ def own_cost(run: LoadedRun, sample: Sample, usage: Mapping[str, UsageSummary], 
 def method_costs(
     run: LoadedRun, sample: Sample, own: CostColumn, measure: bool
 ) -> tuple[list[CostColumn], dict[str, str]]:
-    """Every method of the paper's tables at the run's backbone, data and layers, the run's own in its place; and, by
+    """Every method with a cost of its own at the run's backbone, data and layers, the run's own in its place; and, by
     method's label, what stands against building it here."""
     columns = [] if own.method in METHODS else [own]
     missing = {}
-    for name in followed(list(METHODS), "cost of methods"):
+    names = [name for name, row in METHODS.items() if row.family != "combined"]
+    for name in followed(names, "cost of methods"):
         try:
             columns.append(own if own.method == name else _fresh(run, sample, name, measure))
         except UserError as error:

@@ -98,7 +98,7 @@ def expand(selection: Selection, output: Path, configs: Path) -> list[Run]:
         environments: list[str | None] = [name for name in data_set.environments if name in wanted]
         environments = environments if data_set.environments else [None]
         rates: list[float | None] = [*(selection.learning_rates or data_set.learning_rates)] or [None]
-        methods = [m for m in selection.methods if environments[0] or not find_method(m).needs_environments]
+        methods = [m for m in selection.methods if data_set.environments or not find_method(m).needs_environments]
         for held_out, method, lr in product(environments, methods, rates):
             chosen = _chosen_rate(selection, task, method)
             runs.append(_run(RunIdentity(task, held_out, method, seed, lr), {**base, **chosen}, output))

@@ -29,7 +29,7 @@ COUNTS = {
     "coactivation": 4 * 3 * 2,
     "blocks": DOMAINBED_ENVIRONMENTS * 3 * 4,
     "digits": 6 * 3 * 25,
-    "evidence": (3 * 16 + 12) * 3,
+    "evidence": (3 * 16 + 12 + 4 * 16) * 3,
 }
 
 

@@ -113,7 +113,7 @@ def test_a_task_without_environments_has_no_method_that_compares_them(tmp_path):
     assert rates == chosen and {run.lr for run in runs} == {None}  # chosen before, so no part of what is compared
     with pytest.raises(UserError, match="unif-lfme compares environments, which acceptability lacks"):
         expand(Selection(tasks[:1], methods[1:]), tmp_path, CONFIGS)
-    with pytest.raises(UserError, match="--lr-from has no runs of top1 on digit-sources"):
+    with pytest.raises(UserError, match="--lr-from lacks runs of top1 on digit-sources"):
         expand(Selection(tasks[1:], ("top1",), chosen_rates=chosen), tmp_path, CONFIGS)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unifmoe_dist.config import ExpertLayerConfig, checked
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.experts import FFN
 from unifmoe_dist.methods.gated import GatedExpertLayer, Gating
 
 
@@ -53,13 +54,16 @@ class WideLayer(GatedExpertLayer[WideConfig]):
     ) -> None:
         dense = (up_weight, up_bias, down_weight, down_bias, gate_weight, gate_bias)
         for expert in range(self.config.num_experts):
-            fresh = tuple(None if part is None else part.to(up_weight) for part in (*self._random_dense(), None, None))
-            up, up_bias, down, bias, *gate = (dense if expert < 2 else fresh)[:6]
+            up, part_up_bias, down, bias, gate, part_gate_bias = dense if expert < 2 else self._fresh_like(up_weight)
             own = slice(self.expert_dim * (expert % 2), self.expert_dim * (expert % 2 + 1))
+            cut = [None if tensor is None else tensor[own] for tensor in (up, part_up_bias, gate, part_gate_bias)]
             down = down[:, own] if expert < 2 else torch.zeros_like(down[:, own])
             bias = bias if bias is None or expert == 0 else torch.zeros_like(bias)
-            part_up_bias, *part_gate = [None if tensor is None else tensor[own] for tensor in (up_bias, *gate)]
-            self.load_ffn(expert, up[own], part_up_bias, down, bias, *part_gate)
+            self.load_ffn(expert, up[own], cut[1], down, bias, *cut[2:])
+
+    def _fresh_like(self, weight: Tensor) -> FFN:
+        parts = (*self._random_dense(), None, None)[:6]
+        return tuple(None if part is None else part.to(weight) for part in parts)  # type: ignore[return-value]
 
     def _gate(self, x: Tensor) -> Gating:
         gates = torch.ones(len(x), self.config.num_experts, device=x.device)

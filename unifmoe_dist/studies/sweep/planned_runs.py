@@ -120,7 +120,7 @@ def _chosen_rate(selection: Selection, task: str, method: str) -> dict[str, floa
     if not selection.chosen_rates:
         return {}
     if (task, method) not in selection.chosen_rates:
-        raise UserError(f"--lr-from has no runs of {method} on {task} to choose a learning rate by; run them first.")
+        raise UserError(f"--lr-from lacks runs of {method} on {task} at every learning rate; finish that sweep first.")
     return {"optim.lr": selection.chosen_rates[task, method]}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 import torch
 from pydantic import model_validator
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from unifmoe_dist.config import ExpertLayerConfig, checked
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.experts import FFN
 from unifmoe_dist.methods.gated import GatedExpertLayer, Gating
 
 
@@ -52,7 +51,7 @@ class WideLayer(GatedExpertLayer[WideConfig]):
         gate_weight: Tensor | None = None,
         gate_bias: Tensor | None = None,
     ) -> None:
-        dense = (up_weight, up_bias, down_weight, down_bias, gate_weight, gate_bias)
+        dense: list[Any] = [up_weight, up_bias, down_weight, down_bias, gate_weight, gate_bias]
         for expert in range(self.config.num_experts):
             up, part_up_bias, down, bias, gate, part_gate_bias = dense if expert < 2 else self._fresh_like(up_weight)
             own = slice(self.expert_dim * (expert % 2), self.expert_dim * (expert % 2 + 1))
@@ -61,9 +60,10 @@ class WideLayer(GatedExpertLayer[WideConfig]):
             bias = bias if bias is None or expert == 0 else torch.zeros_like(bias)
             self.load_ffn(expert, up[own], cut[1], down, bias, *cut[2:])
 
-    def _fresh_like(self, weight: Tensor) -> FFN:
-        parts = (*self._random_dense(), None, None)[:6]
-        return tuple(None if part is None else part.to(weight) for part in parts)  # type: ignore[return-value]
+    def _fresh_like(self, weight: Tensor) -> list[Any]:
+        """A random dense FFN, gated or not, as six tensors on the device and in the type of `weight`."""
+        parts = [*self._random_dense(), None, None][:6]
+        return [None if part is None else part.to(weight) for part in parts]
 
     def _gate(self, x: Tensor) -> Gating:
         gates = torch.ones(len(x), self.config.num_experts, device=x.device)

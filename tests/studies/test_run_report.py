@@ -223,6 +223,7 @@ def test_several_runs_together(runs, tmp_path, empty_files, monkeypatch):
     twin, other = (shutil.copytree(runs / name, tmp_path / new) for name, new in (("top2", "twin"), (HOSTILE, "other")))
     config = (other / "config.yaml").read_text()
     (other / "config.yaml").write_text(config.replace("lambda_div: 0.01", "lambda_div: 0.1"))
+    monkeypatch.setattr(run_page, "MOST_ALONE", 3)
     drawn = []
     draw_patches = run_page.figures.patch_figure
     monkeypatch.setattr(run_page.figures, "patch_figure", lambda *a: drawn.append(a) or draw_patches(*a))
@@ -233,22 +234,29 @@ def test_several_runs_together(runs, tmp_path, empty_files, monkeypatch):
     numbers = json.loads((tmp_path / "report/numbers.json").read_text())
     names = ["top2", "twin", HOSTILE, "other"]
     assert read.tables["comparison"][0] == ["number", *names] and "comparison" not in numbers
-    alone, rows = read.tables["run-1-observation-3"], read.tables["all-observation-3"]
+    rows = read.tables["all-observation-3"]
     assert [row[0] for row in rows[1:4]] == [f"layer 3, ε = 0.05, {name}" for name in ("top2", "twin", "mean of 2")]
     assert len(rows) == 10 and rows[1][1:] == rows[2][1:]  # the same weights in both
     assert rows[3][1:] == [rows[1][1], "–", "–", *rows[1][4:]]
-    assert [rows[1][1], *rows[1][5:]] == [alone[1][6], *alone[1][1:6]]
-    assert float(rows[1][4]) == numbers["runs"][0]["diagnoses"]["layer 3"]["demand_uniform_averaging"][0]["correlation"]
+    diagnosis = numbers["runs"][0]["diagnoses"]["layer 3"]
+    demand, low, high = (found := diagnosis["demand"][0]), *found["groups"].values()
+    expected = [demand["correlation"], *demand["interval"], diagnosis["demand_uniform_averaging"][0]["correlation"]]
+    assert list(map(float, rows[1][1:5])) == expected
+    means = [low["mean_demand"], high["mean_demand"], low["success_at_2"], high["success_at_2"]]
+    assert list(map(float, rows[1][6:])) == means
+    assert "Of 4 runs this page has what they show together" in read.text
+    assert not any(name.startswith("run-1-obs") for name in read.tables)
     ratios = read.tables["all-coactivation"]
     assert [row[0] for row in ratios[1:]] == ["λ = 0.01", "λ = 0.1"] and float(ratios[2][3]) == 0
     (usage,) = numbers["runs"][2]["usage"].values()
     assert float(ratios[1][2]) == pytest.approx(usage["mean_pair_coactivation"])
 
-    assert "Test images of the class 3" in read.text and "2 images of each run" in read.text
+    assert "2 images of each run, of the class 3, on one scale" in read.text
     loaded = load_run(runs / HOSTILE)
     threes = torch.stack([image for image, label in map(loaded.task.test[0].__getitem__, range(239)) if label == 3])
-    assert [len(images) for images, *_ in drawn] == [4, 2, 2] and [found[2] for found in drawn] == [9, 9, 9]
-    assert drawn[0][3] == [f"{run_page.style.plain(name)}: 3" for name in (HOSTILE, HOSTILE, "other", "other")]
+    ((images, computes, threshold, titles, _),) = drawn
+    assert len(images) == 4 and threshold == 9
+    assert titles == [f"{run_page.style.plain(name)}\n3" for name in (HOSTILE, HOSTILE, "other", "other")]
     (layer,) = loaded.layers.values()
     seen = []
     layer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
@@ -256,7 +264,7 @@ def test_several_runs_together(runs, tmp_path, empty_files, monkeypatch):
         loaded.model(x=threes)
     computed = layer.route(seen[0].flatten(0, 1)).block_compute.view(len(threes), 5)[:, 1:].view(-1, 2, 2)
     shown = run_page.pixels(loaded, threes)
-    for image, compute in zip(drawn[1][0], drawn[1][1], strict=True):
+    for image, compute in zip(images, computes, strict=True):  # both runs have these weights
         (place,) = (shown == image).flatten(1).all(1).nonzero().flatten().tolist()
         assert torch.equal(compute, computed[place])
 

@@ -39,6 +39,8 @@ from unifmoe_dist.upcycling import moe_layers
 SENTENCES = 6
 OFTEN, TOKENS_SHOWN = 5, 8
 """How often a token is seen that a table shows, and how many of the highest and of the lowest C_B it shows."""
+MOST_ALONE = 4
+"""Runs that are each shown by themselves too; of more, what they show together."""
 MOST_DRAWN = 12
 """Elements of a figure; the table has all."""
 HIGH_SHARE = 0.1
@@ -170,7 +172,7 @@ def patch_maps_of_all(found: Sequence[RunStudy], wanted: int | None) -> Iterator
         compute = torch.cat([layer_usage.patch_compute(one.captured[layer], grid) for one in here.values()])
         threshold = demand_threshold(compute) if wanted is None else wanted
         maps = [layer_usage.patch_compute(one.shown_captured[layer], grid)[:count] for one in here.values()]
-        words = [f"{style.plain(name)}: {title}" for name in here for title in titles[name][:count]]
+        words = [f"{style.plain(name)}\n{title}" for name in here for title in titles[name][:count]]
         pictures = torch.cat([images[name][:count] for name in here])
         figure = figures.patch_figure(pictures, torch.cat(maps), threshold, words, min(count, 4))
         share = float(layer_usage.high_demand(compute, threshold).double().mean())

@@ -18,7 +18,7 @@ from unifmoe_dist.studies.report.evidence import comparisons, write_evidence
 OPTIONS = {"model.num_blocks": 8, "model.num_experts": 6, "optim.lambda_div": 0.01, "optim.lr": 0.002}
 
 
-def runs(method, score, *, task="digit-sources", seeds=(0, 1), lr=None):
+def runs(method, score, *, task="digit-sources", seeds=(0, 1, 2), lr=None):
     """Runs of every environment; `score(environment index, seed)`, and a validation score 10 above it."""
     return [
         Result(task, e, method, s, lr, Path("absent"), score(i, s), score(i, s) + 10, 12.0, 2.0, OPTIONS)
@@ -28,13 +28,13 @@ def runs(method, score, *, task="digit-sources", seeds=(0, 1), lr=None):
 
 
 def test_differences_by_hand():
-    found = paired.compare(np.array([[1.0, -1.0], [3.0, 0.0]]))
-    assert (found.mean, found.by_domain, found.above) == (0.75, (2.0, -0.5), (2, 1))
-    # variances over seeds 2 and 0.5, so that of the mean over two domains is 2.5 / 4: (1.96 + 0.84)^2 of it, over 0.5^2
-    assert found.seeds_needed == 20
-    assert found.interval is not None and found.interval[0] < 0.75 < found.interval[1]
-    alone = paired.compare(np.array([[1.0, 2.0]]))
-    assert (alone.mean, alone.interval, alone.seeds_needed) == (1.5, None, None)
+    found = paired.compare(np.array([[1.0, -1.0], [3.0, 0.0], [2.0, -2.0]]))
+    assert (found.mean, found.by_domain, found.above) == (0.5, (2.0, -1.0), (3, 2))
+    # variances over seeds 1 and 1, so that of the mean over two domains is 2 / 4: (1.96 + 0.84)^2 of it, over 0.5^2
+    assert found.seeds_needed == 16
+    assert found.interval is not None and found.interval[0] < 0.5 < found.interval[1]
+    few = paired.compare(np.array([[1.0, 2.0], [2.0, 3.0]]))
+    assert (few.mean, few.interval, few.seeds_needed) == (2.0, None, None)
     same = paired.compare(np.zeros((3, 2)))
     assert (same.interval, same.above, same.seeds_needed) == ((0.0, 0.0), (0, 0), 2)
 
@@ -52,20 +52,22 @@ def test_intervals_hold_the_truth_as_often_as_they_say(seeds, monkeypatch):
 def test_the_table_holds_seeds_that_every_method_has(tmp_path):
     results = runs("dense", lambda e, s: 50.0 + e) + runs("unif", lambda e, s: 52.0 + e + s)
     results += runs("lfme", lambda e, s: 60.0) + runs("unif-lfme", lambda e, s: 59.0)
-    third = runs("dense", lambda e, s: 99.0, seeds=(2,)) + runs("unif", lambda e, s: 0.0, seeds=(2,))
+    third = runs("dense", lambda e, s: 99.0, seeds=(3,)) + runs("unif", lambda e, s: 0.0, seeds=(3,))
     third[-1] = replace(third[-1], score=None)
     lines = {(line.method, line.against): line for line in comparisons(results + third, "digit-sources")}
     assert set(lines) == {("unif", "dense"), ("lfme", "dense"), ("unif-lfme", "dense"), ("unif-lfme", "lfme")}
     unif = lines["unif", "dense"]
-    assert list(unif.differences.index) == [0, 1] and list(unif.differences) == ["uci", "mnist", "print"]
-    assert unif.paired.by_domain == (2.5, 2.5, 2.5) and unif.paired.above == (6, 0) and unif.block_compute == 12.0
+    assert list(unif.differences.index) == [0, 1, 2] and list(unif.differences) == ["uci", "mnist", "print"]
+    assert unif.paired.by_domain == (3.0, 3.0, 3.0) and unif.paired.above == (9, 0) and unif.block_compute == 12.0
     assert lines["unif-lfme", "lfme"].paired.mean == -1.0
     text, picture = write_evidence(results + third, "digit-sources", tmp_path)
-    assert "| UniF-MoE | Dense | +2.5 | +2.5 | +2.5 | +2.50 | +2.00 to +3.00 | 6, 0 | 6 | 12.00 |" in text
-    assert "Seeds 0, 1, whose" in text and "(evidence-digit-sources.png)" in picture
+    (row,) = [line for line in text.splitlines() if line.startswith("| UniF-MoE | Dense |")]
+    assert row.startswith("| UniF-MoE | Dense | +3.0 | +3.0 | +3.0 | +3.00 | +2.") and " to +3." in row
+    assert row.endswith(" | 9, 0 | 11 | 12.00 |")
+    assert "Seeds 0, 1, 2, whose" in text and "(evidence-digit-sources.png)" in picture
     assert (tmp_path / "evidence-digit-sources.png").stat().st_size > 10_000
     rows = list(csv.DictReader((tmp_path / "evidence-digit-sources-runs.csv").open()))
-    assert len(rows) == 24 + 5 and rows[0]["method"] == "dense" and rows[0]["lr"] == "0.002"
+    assert len(rows) == 36 + 5 and rows[0]["method"] == "dense" and rows[0]["lr"] == "0.002"
     assert write_evidence(runs("dense", lambda e, s: 50.0), "digit-sources", tmp_path) == []
 
 

@@ -14,6 +14,8 @@ from scipy.stats import norm, t
 
 CONFIDENCE, POWER = 0.95, 0.8
 RESAMPLES = 10_000
+FEWEST = 3
+"""Seeds for an interval: that of two seeds in three domains would hold the truth 80 times in 100."""
 POINT = 0.5
 """The difference that `Paired.seeds_needed` is about."""
 
@@ -24,11 +26,11 @@ class Paired:
 
     Args:
         mean: Over domains and seeds.
-        interval: Its bootstrap interval; None for a single seed.
+        interval: Its bootstrap interval; None below FEWEST seeds.
         by_domain: Mean over seeds, of every domain.
         above: Runs in which the first method scored higher, and those in which the second did.
         seeds_needed: With so many seeds a test at 1 - CONFIDENCE finds a difference of POINT with a chance of POWER,
-            if runs vary as these do; None for a single seed.
+            if runs vary as these do; None below FEWEST seeds.
     """
 
     mean: float
@@ -40,7 +42,7 @@ class Paired:
 
 def compare(differences: np.ndarray) -> Paired:
     """Summarise differences (S, D), the first method's score minus the second's."""
-    several = len(differences) > 1
+    several = len(differences) >= FEWEST
     return Paired(
         mean=float(differences.mean()),
         interval=bootstrap(differences) if several else None,

@@ -14,7 +14,7 @@ from unifmoe_dist.files import write_text
 from unifmoe_dist.methods.registry import find_method
 from unifmoe_dist.studies import records
 from unifmoe_dist.studies.figures.style import label, panels, save
-from unifmoe_dist.studies.paired import CONFIDENCE, POINT, POWER, Paired, compare
+from unifmoe_dist.studies.paired import CONFIDENCE, FEWEST, POINT, POWER, Paired, compare
 from unifmoe_dist.studies.paper_tables import TABLES
 from unifmoe_dist.studies.report.entries import Result, chosen_runs
 from unifmoe_dist.studies.report.report_plots import family_colour
@@ -89,8 +89,9 @@ def _note(lines: Sequence[Comparison]) -> str:
     seeds = sorted({int(seed) for line in lines for seed in line.differences.index})
     return (
         f"Seeds {', '.join(map(str, seeds))}, whose planned runs have all finished. A difference is that of "
-        "two runs of one seed and held-out domain; its interval is a bootstrap over seeds in each domain. With as many "
-        f"seeds as the last but one column says, a difference of {POINT:g} is found with a chance of {POWER:.0%}."
+        f"two runs of one seed and held-out domain; its interval, from {FEWEST} seeds on, is a bootstrap over seeds in "
+        f"each domain. With as many seeds as the last but one column says, a difference of {POINT:g} is found with a "
+        f"chance of {POWER:.0%}."
     )
 
 
@@ -112,7 +113,6 @@ def _figure(lines: Sequence[Comparison], title: str, unit: str) -> Figure:
         axis.axvline(0, color="black", lw=0.8)
         axis.set_yticks(range(len(shown)), [find_method(line.method).label for line in shown], fontsize=8)
         label(axis, f"difference ({'points' if unit == '%' else unit or 'score'})", "", head)
-    seeds = len(shown[0].differences)
-    bars = f", bars: {CONFIDENCE:.0%} interval" if seeds > 1 else ""
-    figure.suptitle(f"{title}, against {find_method(base).label} (dots: {seeds} seeds{bars})", fontsize=11)
+    bars = f", bars: {CONFIDENCE:.0%} interval" if any(line.paired.interval for line in shown) else ""
+    figure.suptitle(f"{title}, against {find_method(base).label} (dots: seeds{bars})", fontsize=11)
     return figure

@@ -159,7 +159,10 @@ def test_what_a_script_would_ignore(script, words, sentence, monkeypatch):
         ("hello", "holds no options; write them as lines"),
         ("- steps", "holds no options; write them as lines"),
         ("seed: 1\nsteps: many", "line 2: steps must be a whole number, not many."),
-        ("data:\n  task: digit", "line 2: data.task must be digits, digit-sources, acceptability, pacs"),
+        (
+            "data:\n  task: digit",
+            "line 2: data.task must be digits, digit-sources, emoji, emoji-seen, acceptability, pacs",
+        ),
         ("steps: null", "line 1: steps must have a value, not null; leave it out for the default."),
         ("seed: 1\nsteps:", "line 2: steps must have a value, not empty; leave it out for the default."),
         ("model: 3", "line 1: model is 3, but must hold options, such as model.backbone."),

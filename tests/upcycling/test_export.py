@@ -51,7 +51,7 @@ def on_onnxruntime(model: nn.Module, batch: tuple[Tensor, ...]):
     return run
 
 
-@pytest.mark.parametrize("kind", ["timm", "gated", "bert"])
+@pytest.mark.parametrize("kind", [pytest.param("timm", marks=pytest.mark.slow), "gated", "bert"])
 def test_onnx_gives_what_the_model_gives(kind):
     """With padded tokens too, and for batches of other sizes than the one that was traced."""
     model = upcycled(kind)
@@ -82,7 +82,7 @@ def test_ties_go_to_the_lower_index_in_onnx():
     torch.testing.assert_close(run(x), layer(x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_model_that_was_exported_is_as_before(strict):
     """It counts no token while it is traced and keeps no tensor without values, and saving takes the program."""
     model, batch = upcycled("timm"), batch_of("timm", 3)

@@ -92,11 +92,10 @@ class EMoELayer(GatedExpertLayer[EMoEConfig]):
     @torch.no_grad()
     def _split(self, channels: Tensor, dense: FFN) -> None:
         """Give every expert its row of channels (K, H / K)."""
-        up, up_bias, down, down_bias, *gate = dense
+        up, _, _, down_bias, *gate = dense
         part_bias = None if down_bias is None else down_bias / self.config.top_k
         for expert, own in enumerate(channels.to(up.device)):
-            part_up_bias, *part_gate = [None if tensor is None else tensor[own] for tensor in (up_bias, *gate)]
-            self.load_ffn(expert, up[own], part_up_bias, down[:, own], part_bias, *part_gate)
+            self._load_channels(expert, dense, own, part_bias)
             activated = up if not gate or gate[0] is None else gate[0]
             self.router.weight[expert] = activated[own].float().mean(0).to(self.router.weight.dtype)
 

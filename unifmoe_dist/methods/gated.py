@@ -16,7 +16,7 @@ from torch import Tensor
 from unifmoe_dist.dispatch import Arrivals
 from unifmoe_dist.expert_layer import Config, ExpertLayer
 from unifmoe_dist.expert_share import ExpertGroup
-from unifmoe_dist.experts import BlockExperts, ExpertWeights
+from unifmoe_dist.experts import FFN, BlockExperts, ExpertWeights
 from unifmoe_dist.kernels import HiddenDropout, block_ffn
 from unifmoe_dist.profiling import profile_range
 from unifmoe_dist.routing_policies import descending
@@ -69,6 +69,12 @@ class GatedExpertLayer(ExpertLayer[Config]):
     def _make_experts(self, count: int) -> BlockExperts:
         c = self.config
         return BlockExperts(count, c.model_dim, self.expert_dim, 1, c.activation, c.bias, c.gated)
+
+    def _load_channels(self, expert: int, dense: FFN, own: Tensor | slice, down_bias: Tensor | None) -> None:
+        """Give an expert some channels of a dense FFN, and a down bias."""
+        up, up_bias, down, _, *gate = dense
+        part_up_bias, *part_gate = [None if tensor is None else tensor[own] for tensor in (up_bias, *gate)]
+        self.load_ffn(expert, up[own], part_up_bias, down[:, own], down_bias, *part_gate)
 
     def _gate(self, x: Tensor) -> Gating:
         """Decide for (N, model_dim) tokens in float32."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unifmoe_dist.config import ExpertLayerConfig, checked
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.experts import FFN
 from unifmoe_dist.methods.gated import GatedExpertLayer, Gating
 
 
@@ -51,19 +52,20 @@ class WideLayer(GatedExpertLayer[WideConfig]):
         gate_weight: Tensor | None = None,
         gate_bias: Tensor | None = None,
     ) -> None:
-        dense: list[Any] = [up_weight, up_bias, down_weight, down_bias, gate_weight, gate_bias]
+        dense = up_weight, up_bias, down_weight, down_bias, gate_weight, gate_bias
         for expert in range(self.config.num_experts):
-            up, part_up_bias, down, bias, gate, part_gate_bias = dense if expert < 2 else self._fresh_like(up_weight)
             own = slice(self.expert_dim * (expert % 2), self.expert_dim * (expert % 2 + 1))
-            cut = [None if tensor is None else tensor[own] for tensor in (up, part_up_bias, gate, part_gate_bias)]
-            down = down[:, own] if expert < 2 else torch.zeros_like(down[:, own])
-            bias = bias if bias is None or expert == 0 else torch.zeros_like(bias)
-            self.load_ffn(expert, up[own], cut[1], down, bias, *cut[2:])
+            given = dense if expert < 2 else self._fresh_like(up_weight)
+            bias = given[3] if given[3] is None or expert != 1 else torch.zeros_like(given[3])
+            self._load_channels(expert, given, own, bias)
 
-    def _fresh_like(self, weight: Tensor) -> list[Any]:
-        """A random dense FFN, gated or not, as six tensors on the device and in the type of `weight`."""
-        parts = [*self._random_dense(), None, None][:6]
-        return [None if part is None else part.to(weight) for part in parts]
+    def _fresh_like(self, weight: Tensor) -> FFN:
+        """A random dense FFN whose output is 0, on the device and in the type of `weight`."""
+        parts: list[Any] = [None if part is None else part.to(weight) for part in self._random_dense()]
+        for part in parts[2:4]:
+            if part is not None:
+                part.zero_()
+        return tuple(parts)
 
     def _gate(self, x: Tensor) -> Gating:
         gates = torch.ones(len(x), self.config.num_experts, device=x.device)

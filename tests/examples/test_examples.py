@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tests.support.jobs import ROOT, enter, run_job
+from tests.support.jobs import ROOT, run_example
 from tests.support.small_models import B, K, build
 from unifmoe_dist import diversity_loss, enable_from_pretrained, upcycle
 from unifmoe_dist.upcycling import moe_layers
@@ -26,12 +26,7 @@ def run(name: str, folder: Path, *words: str, ranks: int = 1, **more: str) -> st
     """What an example prints in one process that no launcher started, or in several; mpi4py finds no MPI library."""
     (folder / "broken/mpi4py").mkdir(parents=True)
     (folder / "broken/mpi4py/__init__.py").write_text("raise RuntimeError('cannot load MPI library')\n")
-    more["PYTHONPATH"] = str(folder / "broken")
-    job = run_job(
-        folder / "output", ranks, words, enter, folder, more, timeout=280, script=str(ROOT / "examples" / name)
-    )
-    assert job.statuses == [0] * ranks, job.output[-4000:]
-    return job.output
+    return run_example(name, folder, *words, ranks=ranks, PYTHONPATH=str(folder / "broken"), **more)
 
 
 LAST_WORDS = """

@@ -118,3 +118,11 @@ def run_job(
     script: str = "train",
 ) -> Job:
     return RunningJob(folder, world, words, prepare, *args, script=script).finish(timeout)
+
+
+def run_example(name: str, folder: Path, *words: str, ranks: int = 1, **names: str) -> str:
+    """What a script of examples/ prints that runs to its end in a folder, with more names in its environment."""
+    script = str(ROOT / "examples" / name)
+    job = run_job(folder / "output", ranks, words, enter, folder, names, timeout=280, script=script)
+    assert job.statuses == [0] * ranks, job.output[-4000:]
+    return job.output

@@ -100,6 +100,7 @@ def test_unif_run_in_a_folder_with_a_hostile_name(runs, capsys):
         max(usage["expert_load"]),
         usage["mean_pair_coactivation"],
         usage["gram_distance"],
+        usage["expert_distance"],
     ]
     with (folder / "tables/usage.csv").open() as handle:
         assert list(csv.reader(handle))[1] == row

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.routing import Router, Routing
 from unifmoe_dist.studies.diagnostics.diagnosis import Settings, diagnose
 from unifmoe_dist.studies.diagnostics.residual_router import RouterTraining
@@ -33,6 +34,7 @@ from unifmoe_dist.studies.usage.layer_usage import (
     coactivation_change,
     distribution,
     element_usage,
+    expert_distance,
     high_demand,
     patch_compute,
     study_layer,
@@ -50,6 +52,21 @@ def routing_by_hand() -> Routing:
     return Routing(alpha, shared, gates, gates, shared.sum(1), (gates > 0).sum(1))
 
 
+def three_experts(gated: bool = False) -> BlockExperts:
+    """Two copies, all weights 1, and a third with 2 in place of 1 throughout."""
+    experts = BlockExperts(3, 3, 4, 4, "gelu", bias=True, gated=gated)
+    with torch.no_grad():
+        for weight in experts.parameters():
+            weight.view(3, -1).copy_(torch.tensor([[1.0], [1.0], [2.0]]).expand_as(weight.view(3, -1)))
+    return experts
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_distance_of_experts_by_hand(gated):
+    # distances 0, 1 and 1 in norms of the copies, whose mean with the third's is 4/3 of theirs
+    assert expert_distance(three_experts(gated)) == pytest.approx((2 / 3) / (4 / 3))
+
+
 def captured(routing: Routing, item: list[int], position: list[int]) -> Capture:
     return Capture(routing, torch.tensor(item), torch.tensor(position), None)
 
@@ -59,7 +76,7 @@ def test_layer_usage_by_hand():
     with torch.no_grad():
         router.weight.copy_(torch.eye(4))
         router.weight[1, 0] = 2.0  # embedding 1 leans on the shared one: products 2, its square 5
-    got = study_layer(routing_by_hand(), router)
+    got = study_layer(routing_by_hand(), router, three_experts())
     assert got.tokens == 4
     assert got.expert_load == [1, 0.5, 0.5] and got.block_load == [0.75, 0.75, 0.25, 0.25]
     assert got.coactivation.tolist() == [[1, 0.5, 0.5], [0.5, 0.5, 0.25], [0.5, 0.25, 0.5]]
@@ -95,7 +112,7 @@ def test_coactivation_change_by_hand():
         routing.shared_block_count,
         torch.tensor([1, 2, 1, 1]),
     )
-    before, after = (study_layer(r, Router(4, 3)) for r in (routing, fewer))
+    before, after = (study_layer(r, Router(4, 3), three_experts()) for r in (routing, fewer))
     # pair sums 1.25 and 0.25
     assert coactivation_change(before, after) == pytest.approx(-0.8)
     alone = Routing(
@@ -104,7 +121,7 @@ def test_coactivation_change_by_hand():
             for n in ("shared_demand", "shared_blocks", "affinity", "gates", "shared_block_count", "expert_count")
         )
     )
-    assert math.isnan(coactivation_change(study_layer(alone, Router(4, 3)), after))
+    assert math.isnan(coactivation_change(study_layer(alone, Router(4, 3), three_experts()), after))
 
 
 def six_patches() -> Capture:
@@ -174,7 +191,7 @@ def shown(figure) -> str:
 
 
 def test_usage_figures_show_the_numbers(tmp_path):
-    usage = study_layer(routing_by_hand(), Router(4, 3))
+    usage = study_layer(routing_by_hand(), Router(4, 3), three_experts())
     assert "mean 5.50" in shown(distribution_figure({"blocks.3.mlp": usage}))
     assert "blocks.3.mlp" in shown(load_figure({"blocks.3.mlp": usage}))
     assert f"distance to identity {usage.gram_distance:.2g}" in shown(gram_figure({"layer": usage}))

@@ -159,7 +159,10 @@ def study(run: LoadedRun, options: StudyOptions, masks: Masks | None = None) -> 
     counted = collect_usage(run.model, run.ranks)
     executed = {name: counted[module] for module, name in layer_names(list(counted)).items()}
     unif = {name: layer for name, layer in layers.items() if _is_unif(layer)}
-    usage = {name: layer_usage.study_layer(captured[name].routing, layer.router) for name, layer in unif.items()}
+    usage = {
+        name: layer_usage.study_layer(captured[name].routing, layer.router, layer.experts)
+        for name, layer in unif.items()
+    }
     texts: dict[str, list[layer_usage.TextCompute]] = {}
     if usage and run.is_text:
         tokenizer = run.facts.tokenizer(run.config)

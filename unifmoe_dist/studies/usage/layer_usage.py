@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.routing import Router, Routing
 from unifmoe_dist.studies.diagnostics.rankings import expert_pairs
 from unifmoe_dist.studies.records import plain
@@ -45,6 +46,7 @@ class LayerUsage:
     block_load: list[float]  # (B,) fraction of tokens for which each block is shared
     coactivation: Tensor  # (K, K) fraction of tokens that use both experts; the diagonal is the load
     gram: Tensor  # (K + 1, K + 1) Gram matrix of the router's embeddings, the shared one first
+    expert_distance: float  # `expert_distance` of the residual experts
 
     @property
     def pair_coactivation(self) -> Tensor:
@@ -61,8 +63,8 @@ class LayerUsage:
         return float(torch.linalg.matrix_norm(self.gram - torch.eye(len(self.gram), dtype=self.gram.dtype)))
 
 
-def study_layer(routing: Routing, router: Router) -> LayerUsage:
-    """Summarise the routing of N tokens (`capture`) and the router that made it."""
+def study_layer(routing: Routing, router: Router, experts: BlockExperts) -> LayerUsage:
+    """Summarise the routing of N tokens (`capture`), the router that made it, and the residual experts."""
     num_experts, num_blocks = routing.gates.shape[1], routing.shared_blocks.shape[1]
     active = (routing.gates > 0).double()
     weight = router.weight.detach().double().cpu()
@@ -79,7 +81,16 @@ def study_layer(routing: Routing, router: Router) -> LayerUsage:
         block_load=routing.shared_blocks.double().mean(0).tolist(),
         coactivation=active.T @ active / len(active),
         gram=weight @ weight.T,
+        expert_distance=expert_distance(experts),
     )
+
+
+def expert_distance(experts: BlockExperts) -> float:
+    """How far experts that start as copies have parted: the mean distance of two experts' weight matrices, each
+    expert's as one vector, over the mean norm. 0 for copies, about √2 for experts that have nothing in common."""
+    matrices = [m for m in (experts.keys, experts.values, experts.gate_keys) if m is not None]
+    each = torch.cat([matrix.detach().float().flatten(1) for matrix in matrices], dim=1)
+    return float(torch.pdist(each).mean() / each.norm(dim=1).mean())
 
 
 def usage_record(usage: LayerUsage) -> dict[str, Any]:

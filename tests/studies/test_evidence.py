@@ -71,6 +71,12 @@ def test_the_table_holds_seeds_that_every_method_has(tmp_path):
     assert write_evidence(runs("dense", lambda e, s: 50.0), "digit-sources", tmp_path) == []
 
 
+def test_the_table_says_where_less_is_better(tmp_path):
+    results = runs("dense", lambda e, s: 30.0, task="genres") + runs("unif", lambda e, s: 29.0 + s, task="genres")
+    text, _ = write_evidence(results, "genres", tmp_path)
+    assert "Of perplexity less is better." in text and "| UniF-MoE | Dense | +0.0 |" in text
+
+
 def test_learning_rates_are_chosen_on_other_seeds():
     scores = {("dense", 0.002): 70.0, ("dense", 0.004): 71.0, ("unif", 0.002): 73.0, ("unif", 0.004): 72.0}
     results = [r for (m, lr), v in scores.items() for r in runs(m, lambda e, s, v=v: v + e * s, seeds=(100,), lr=lr)]

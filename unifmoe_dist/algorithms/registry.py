@@ -15,6 +15,7 @@ class AlgorithmEntry:
         place: "module:class" of its `Algorithm`, below unifmoe_dist.
         plain: Whether it is the task loss alone, which is no method of its own.
         networks: Whether it trains one network more for each training environment.
+        features: Whether it reads features as timm's models give them, so that a task of texts cannot have it.
     """
 
     name: str
@@ -22,6 +23,7 @@ class AlgorithmEntry:
     place: str
     plain: bool = False
     networks: bool = False
+    features: bool = False
 
 
 REGISTRY: dict[str, AlgorithmEntry] = {
@@ -29,8 +31,8 @@ REGISTRY: dict[str, AlgorithmEntry] = {
     for entry in (
         AlgorithmEntry("erm", "ERM", "algorithms.erm:ERM", plain=True),
         AlgorithmEntry("lfme", "LFME", "algorithms.lfme:LFME", networks=True),
-        AlgorithmEntry("dmda", "DMDA", "algorithms.dmda:DMDA"),
-        AlgorithmEntry("pcmoe", "PC-MoE", "algorithms.pcmoe:PCMoE"),
+        AlgorithmEntry("dmda", "DMDA", "algorithms.dmda:DMDA", features=True),
+        AlgorithmEntry("pcmoe", "PC-MoE", "algorithms.pcmoe:PCMoE", features=True),
     )
 }
 

@@ -41,10 +41,10 @@ class Row:
     family: Family
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def needs_environments(self) -> bool:
-        """Whether its training algorithm compares environments, so that a task without any cannot have it."""
-        return not ALGORITHMS[self.options.get("algorithm.name", PLAIN.name)].plain
+    def fits(self, environments: int, language: bool) -> bool:
+        """Whether a task with so many environments, of texts or of images, can have its training algorithm."""
+        algorithm = ALGORITHMS[self.options.get("algorithm.name", PLAIN.name)]
+        return algorithm.plain or (environments > 0 and not (algorithm.features and language))
 
 
 EVERY_LAYER = ("num_experts", "num_blocks", "hidden_dropout")

@@ -39,8 +39,8 @@ _LAMBDAS = ("unif-lambda-0", "unif-lambda-0.001", "unif", "unif-lambda-0.1")
 _BLOCKS = ("unif-blocks-4", "unif", "unif-blocks-16", "unif-blocks-32")
 _EXPERTS = ("unif-experts-2", "unif-experts-4", "unif-experts-12")
 _DIGITS = ("dense", *_STANDARD[:3], *_VISION, "unif", *_DECISIONS, *_LAMBDAS, *_BLOCKS, *_EXPERTS)
-EVIDENCE = ("digit-sources", "acceptability", "emoji")
-"""Tasks with a shift that is real, or with pretrained weights, that need no hub; more take part by their names here."""
+EVIDENCE = ("digit-sources", "acceptability", "emoji", "genres")
+"""Tasks with a shift that is real, or with pretrained weights, that need no hub."""
 _OTHERS = ("dense-wide", "top1", "top2", "gmoe", "emoe", "dynmoe", "mass")
 _TRAINED_OTHERWISE = ("lfme", "dmda", "unif-lfme", "unif-dmda")
 _EVIDENCE = (*_OTHERS, "unif", *_DECISIONS, *_TRAINED_OTHERWISE)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
+from unifmoe_dist.data.metrics import Metric
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.files import write_text
 from unifmoe_dist.methods.registry import find_method
@@ -55,9 +56,10 @@ def write_evidence(results: Sequence[Result], task: str, folder: Path) -> list[s
     """Write the table, its figure and every run's numbers; returns them as Markdown, nothing without a comparison."""
     if not (lines := comparisons(results, task)):
         return []
+    metric = find_task(task).metric
     name, title = f"evidence-{task}", f"{find_task(task).title}: differences, run by run"
     rows = [_row(line) for line in lines]
-    text = f"### {title}\n\n{records.markdown(rows, left=('method', 'against'))}\n\n{_note(lines)}"
+    text = f"### {title}\n\n{records.markdown(rows, left=('method', 'against'))}\n\n{_note(lines, metric)}"
     own = [r for r in results if r.task == task and r.finished]
     kept = ("task", "held_out", "method", "seed", "score", "validation", "block_compute", "expert_count")
     runs = [{name: getattr(r, name) for name in kept} | {"lr": (r.options or {}).get("optim.lr")} for r in own]
@@ -69,7 +71,7 @@ def write_evidence(results: Sequence[Result], task: str, folder: Path) -> list[s
         ("-runs.csv", records.csv_text(runs)),
     ):
         write_text(folder / f"{name}{suffix}", content)
-    path = save(_figure(lines, title, find_task(task).metric.unit), folder / f"{name}.png", dpi=150)
+    path = save(_figure(lines, title, metric), folder / f"{name}.png", dpi=150)
     return [text, f"![{title}]({path.name})"]
 
 
@@ -85,17 +87,17 @@ def _row(line: Comparison) -> dict[str, str]:
     return row | {"C_B": f"{line.block_compute:.2f}"}
 
 
-def _note(lines: Sequence[Comparison]) -> str:
+def _note(lines: Sequence[Comparison], metric: Metric) -> str:
     seeds = sorted({int(seed) for line in lines for seed in line.differences.index})
     return (
         f"Seeds {', '.join(map(str, seeds))}, whose planned runs have all finished. A difference is that of "
         f"two runs of one seed and held-out domain; its interval, from {FEWEST} seeds on, is a bootstrap over seeds in "
         f"each domain. With as many seeds as the last but one column says, a difference of {POINT:g} is found with a "
-        f"chance of {POWER:.0%}."
+        f"chance of {POWER:.0%}." + (f" Of {metric.name} less is better." if metric.lower_is_better else "")
     )
 
 
-def _figure(lines: Sequence[Comparison], title: str, unit: str) -> Figure:
+def _figure(lines: Sequence[Comparison], title: str, metric: Metric) -> Figure:
     """Differences to what most methods are compared with: the mean with its interval, then every domain and seed."""
     base = max((line.against for line in lines), key=[line.against for line in lines].count)
     shown = [line for line in reversed(lines) if line.against == base]
@@ -112,7 +114,7 @@ def _figure(lines: Sequence[Comparison], title: str, unit: str) -> Figure:
                 axis.plot(paired.interval, [y, y], color=colour, lw=1.6)
         axis.axvline(0, color="black", lw=0.8)
         axis.set_yticks(range(len(shown)), [find_method(line.method).label for line in shown], fontsize=8)
-        label(axis, f"difference ({'points' if unit == '%' else unit or 'score'})", "", head)
+        label(axis, f"difference ({'points' if metric.unit == '%' else metric.name})", "", head)
     bars = f", bars: {CONFIDENCE:.0%} interval" if any(line.paired.interval for line in shown) else ""
     figure.suptitle(f"{title}, against {find_method(base).label} (dots: seeds{bars})", fontsize=11)
     return figure

@@ -98,7 +98,8 @@ def expand(selection: Selection, output: Path, configs: Path) -> list[Run]:
         environments: list[str | None] = [name for name in data_set.environments if name in wanted]
         environments = environments if data_set.environments else [None]
         rates: list[float | None] = [*(selection.learning_rates or data_set.learning_rates)] or [None]
-        methods = [m for m in selection.methods if data_set.environments or not find_method(m).needs_environments]
+        facts = len(data_set.environments), data_set.language
+        methods = [m for m in selection.methods if find_method(m).fits(*facts)]
         for held_out, method, lr in product(environments, methods, rates):
             chosen = _chosen_rate(selection, task, method)
             runs.append(_run(RunIdentity(task, held_out, method, seed, lr), {**base, **chosen}, output))
@@ -111,7 +112,8 @@ def expand(selection: Selection, output: Path, configs: Path) -> list[Run]:
             )
     if not runs:
         raise UserError(
-            f"{', '.join(selection.methods)} compares environments, which {', '.join(selection.tasks)} lacks."
+            f"{', '.join(selection.methods)} compares environments or reads features of images, which "
+            f"{', '.join(selection.tasks)} lacks; take other --methods or --tasks."
         )
     return runs
 

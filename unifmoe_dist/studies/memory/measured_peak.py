@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+import yaml
 
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.runtime.local_ranks import run_local_ranks
@@ -95,35 +96,7 @@ def settings(folder: Path) -> Iterator[tuple[str, TrainConfig, int]]:
         "BERT": f"{model} --data.task rte --model.layers [2,4] --model.num_blocks 16 --model.backbone {folder} "
         "--data.batch_size 32",
     }
-    for line in _SETTINGS.strip().splitlines():
-        setting, ranks, words = (part.strip() for part in line.split("|"))
-        given = [*common[setting.partition(",")[0]].split(), *words.split()]
-        yield setting, parse_train_config(given), int(ranks)
-
-
-_SETTINGS = """
-digits ViT, ZeRO 1 | 1 |
-digits ViT, ZeRO 0 | 1 | --parallel.zero_stage 0
-digits ViT, ZeRO 2, accumulation 2 | 1 | --parallel.zero_stage 2 --parallel.gradient_accumulation 2
-digits ViT, ZeRO 1, offloaded | 1 | --parallel.offload_optimizer true
-digits ViT, SGD with momentum | 1 | --optim.name sgd --optim.momentum 0.9
-DeiT-S, 12 images, ZeRO 0 | 1 | --data.batch_size 4 --parallel.zero_stage 0
-DeiT-S, 12 images, ZeRO 1 | 1 | --data.batch_size 4
-DeiT-S, 12 images, ZeRO 2 | 1 | --data.batch_size 4 --parallel.zero_stage 2
-DeiT-S, 6 images, ZeRO 0 | 2 | --data.batch_size 2 --parallel.zero_stage 0
-DeiT-S, 6 images, ZeRO 1 | 2 | --data.batch_size 2
-DeiT-S, 6 images, ZeRO 2 | 2 | --data.batch_size 2 --parallel.zero_stage 2
-DeiT-S, 24 images, ZeRO 1 | 1 | --data.batch_size 8
-DeiT-S, 48 images, ZeRO 1, checkpointing | 1 | --data.batch_size 16 --parallel.gradient_checkpointing true
-DeiT-S, 12 images, ZeRO 2, bf16 | 1 | --data.batch_size 4 --parallel.zero_stage 2 --parallel.precision bf16
-DeiT-S, 12 images, dense | 1 | --data.batch_size 4 --model.moe none
-DeiT-S, 12 images, top-2 | 1 | --data.batch_size 4 --model.moe topk
-DeiT-S, 12 images, LFME, dense | 1 | --data.batch_size 4 --model.moe none --algorithm.name lfme
-DeiT-S, 6 images, experts over 2 ranks | 2 | --data.batch_size 4 --parallel.expert_parallel_size 2
-BERT, 6 layers, 32 sentences, ZeRO 1 | 1 |
-BERT, 6 layers, 32 sentences, ZeRO 2 | 1 | --parallel.zero_stage 2
-BERT, 6 layers, 32 sentences, bf16, offloaded | 1 | --parallel.precision bf16 --parallel.offload_optimizer true
-BERT, 6 layers, 16 sentences, 16 experts over 2 ranks | 2 | --model.num_experts 16 --parallel.expert_parallel_size 2
-BERT, 6 layers, 32 sentences, checkpointing | 1 | --parallel.gradient_checkpointing true
-"""
-"""Name, ranks and options of every setting."""
+    for setting in yaml.safe_load(Path(__file__).with_name("measured_settings.yaml").read_text()):
+        name = setting["name"]
+        given = [*common[name.partition(",")[0]].split(), *setting["options"].split()]
+        yield name, parse_train_config(given), setting["ranks"]

@@ -275,8 +275,12 @@ class ExpertLayer(nn.Module, Generic[Config]):
         gate_bias: Tensor | None = None,
     ) -> None:
         """Start every expert from one dense FFN, as `load_ffn` takes it."""
+        self._start_from((up_weight, up_bias, down_weight, down_bias, gate_weight, gate_bias))
+
+    def _start_from(self, dense: FFN) -> None:
+        """What `load_dense` does: every expert becomes a copy, unless a method says otherwise."""
         for bank in self.banks():
-            bare(bank).initialise((up_weight, up_bias, down_weight, down_bias, gate_weight, gate_bias))
+            bare(bank).initialise(dense)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Weights of a dense FFN in the layer's place are an error even where others may be missing (strict=False)."""

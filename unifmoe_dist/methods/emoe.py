@@ -70,33 +70,22 @@ class EMoELayer(GatedExpertLayer[EMoEConfig]):
         channels = torch.arange(self.config.hidden_dim).view(self.config.num_experts, -1)
         self._split(channels, self._random_dense())
 
-    def load_dense(
-        self,
-        up_weight: Tensor,
-        up_bias: Tensor | None,
-        down_weight: Tensor,
-        down_bias: Tensor | None,
-        gate_weight: Tensor | None = None,
-        gate_bias: Tensor | None = None,
-    ) -> None:
+    def _start_from(self, dense: FFN) -> None:
         """Split a dense FFN by its keys. Takes some seconds for thousands of channels; the same on every rank."""
         try:
             from unifmoe_dist.methods.balanced_kmeans import balanced_kmeans
         except ModuleNotFoundError as error:
             raise explained(error) from None
-        activated = up_weight if gate_weight is None else gate_weight
-        keys = F.normalize(activated.detach().float(), dim=-1).cpu().numpy()
-        channels = torch.from_numpy(balanced_kmeans(keys, self.config.num_experts))
-        self._split(channels, (up_weight, up_bias, down_weight, down_bias, gate_weight, gate_bias))
+        keys = F.normalize(_activated(dense).detach().float(), dim=-1).cpu().numpy()
+        self._split(torch.from_numpy(balanced_kmeans(keys, self.config.num_experts)), dense)
 
     @torch.no_grad()
     def _split(self, channels: Tensor, dense: FFN) -> None:
         """Give every expert its row of channels (K, H / K)."""
-        up, _, _, down_bias, *gate = dense
+        activated, down_bias = _activated(dense), dense[3]
         part_bias = None if down_bias is None else down_bias / self.config.top_k
-        for expert, own in enumerate(channels.to(up.device)):
+        for expert, own in enumerate(channels.to(activated.device)):
             self._load_channels(expert, dense, own, part_bias)
-            activated = up if not gate or gate[0] is None else gate[0]
             self.router.weight[expert] = activated[own].float().mean(0).to(self.router.weight.dtype)
 
     def after_step(self, applied: AppliedStep) -> list[ChangedRows]:
@@ -117,6 +106,12 @@ class EMoELayer(GatedExpertLayer[EMoEConfig]):
 
     def _coefficients(self, scores: Tensor, chosen: Tensor) -> Tensor:
         return chosen.float()
+
+
+def _activated(dense: FFN) -> Tensor:
+    """(H, d) keys under the activation: the gate's, if there is one."""
+    up, _, _, _, *gate = dense
+    return up if not gate or gate[0] is None else gate[0]
 
 
 class EMoELearnLayer(EMoELayer):

@@ -43,19 +43,10 @@ class WideLayer(GatedExpertLayer[WideConfig]):
         return self.config.hidden_dim // 2
 
     @torch.no_grad()
-    def load_dense(
-        self,
-        up_weight: Tensor,
-        up_bias: Tensor | None,
-        down_weight: Tensor,
-        down_bias: Tensor | None,
-        gate_weight: Tensor | None = None,
-        gate_bias: Tensor | None = None,
-    ) -> None:
-        dense = up_weight, up_bias, down_weight, down_bias, gate_weight, gate_bias
+    def _start_from(self, dense: FFN) -> None:
         for expert in range(self.config.num_experts):
             own = slice(self.expert_dim * (expert % 2), self.expert_dim * (expert % 2 + 1))
-            given = dense if expert < 2 else self._fresh_like(up_weight)
+            given = dense if expert < 2 else self._fresh_like(dense[0])
             bias = given[3] if given[3] is None or expert != 1 else torch.zeros_like(given[3])
             self._load_channels(expert, given, own, bias)
 

@@ -7,7 +7,7 @@ each is one node, whose shapes and gradients are known; what runs in it is the k
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,53 +39,51 @@ def block_ffn(
     return _block_ffn(x_ND.to(dtype), gates_NE, blocks_NB, list(present.values()), *layout).to(x_ND.dtype)
 
 
-def _banks(weights: Sequence[Tensor], names: str, num_blocks: int, activation: str) -> list[ExpertWeights]:
-    """One bank of experts, or the residual ones and the shared one."""
-    tensors = dict(zip(names.split(), weights, strict=True))
-    found: list[dict[str, Any]] = [{name: tensors.get(f"{bank}.{name}") for name in _NAMES} for bank in (0, 1)]
-    return [ExpertWeights(**b, num_blocks=num_blocks, activation=activation) for b in found if b["keys"] is not None]
+class _Layout(NamedTuple):
+    """What both operators take besides tensors of tokens and weights, in the order of `_ARGUMENTS`."""
+
+    names: str
+    num_blocks: int
+    activation: str
+    seed: Tensor | None
+    rate: float
+    first_expert: int
+
+    def banks(self, weights: Sequence[Tensor]) -> list[ExpertWeights]:
+        """One bank of experts, or the residual ones and the shared one."""
+        tensors = dict(zip(self.names.split(), weights, strict=True))
+        found: list[dict[str, Any]] = [{name: tensors.get(f"{bank}.{name}") for name in _NAMES} for bank in (0, 1)]
+        sizes: dict[str, Any] = {"num_blocks": self.num_blocks, "activation": self.activation}
+        return [ExpertWeights(**bank, **sizes) for bank in found if bank["keys"] is not None]
+
+    @property
+    def dropout(self) -> HiddenDropout | None:
+        return None if self.seed is None else HiddenDropout(self.rate, self.seed, self.first_expert)
 
 
-def _dropout(seed: Tensor | None, rate: float, first_expert: int) -> HiddenDropout | None:
-    return None if seed is None else HiddenDropout(rate, seed, first_expert)
+_ARGUMENTS = (
+    "Tensor x, Tensor gates, Tensor blocks, Tensor[] weights, str names, int num_blocks, str activation, "
+    "Tensor? seed, float rate, int first_expert"
+)
 
 
-@torch.library.custom_op("unifmoe::block_ffn", mutates_args=())
-def _block_ffn(
-    x: Tensor,
-    gates: Tensor,
-    blocks: Tensor,
-    weights: Sequence[Tensor],
-    names: str,
-    num_blocks: int,
-    activation: str,
-    seed: Tensor | None,
-    rate: float,
-    first_expert: int,
-) -> Tensor:
-    banks, dropout = _banks(weights, names, num_blocks, activation), _dropout(seed, rate, first_expert)
+@torch.library.custom_op("unifmoe::block_ffn", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor")
+def _block_ffn(x: Tensor, gates: Tensor, blocks: Tensor, weights: Sequence[Tensor], *layout: Any) -> Tensor:
+    banks, dropout = _Layout(*layout).banks(weights), _Layout(*layout).dropout
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         if len(banks) == 1:
             return select.block_ffn(x, gates, blocks, banks[0], dropout)
         return select.both_ffns(x, gates, blocks, banks[1], banks[0], dropout)
 
 
-@torch.library.custom_op("unifmoe::block_ffn_backward", mutates_args=())
+@torch.library.custom_op(
+    "unifmoe::block_ffn_backward", mutates_args=(), schema=f"(Tensor grad, {_ARGUMENTS}) -> Tensor[]"
+)
 def _block_ffn_backward(
-    grad: Tensor,
-    x: Tensor,
-    gates: Tensor,
-    blocks: Tensor,
-    weights: Sequence[Tensor],
-    names: str,
-    num_blocks: int,
-    activation: str,
-    seed: Tensor | None,
-    rate: float,
-    first_expert: int,
+    grad: Tensor, x: Tensor, gates: Tensor, blocks: Tensor, weights: Sequence[Tensor], *layout: Any
 ) -> list[Tensor]:
     """Gradients of x, the gates and the weights, from these alone: no graph could keep the plan of a forward pass."""
-    banks, dropout = _banks(weights, names, num_blocks, activation), _dropout(seed, rate, first_expert)
+    banks, dropout = _Layout(*layout).banks(weights), _Layout(*layout).dropout
     parts = [(gates, blocks, dropout)]
     if len(banks) == 2:
         rest = None if dropout is None else dropout.of_experts(1)

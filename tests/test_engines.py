@@ -141,7 +141,7 @@ def check_files(engine: Any, expected: nn.Module, folder: Path) -> None:
         (2, 2, [(0, 0.3, False, SGD), (1, 0.0, True, "with a schedule"), (2, 0.3, True, "by size")]),
         (4, 2, [(0, 0.3, True, "by size"), (1, 0.3, False, SGD), (2, 0.0, False, "with a schedule")]),
         (2, 1, [(1, 0.3, True, SGD), (2, 0.0, False, SGD), (3, 0.3, False, SGD)]),
-        (4, 1, [(1, 0.0, False, SGD), (2, 0.3, True, SGD), (3, 0.3, True, SGD)]),
+        pytest.param(4, 1, [(1, 0.0, False, SGD), (2, 0.3, True, SGD), (3, 0.3, True, SGD)], marks=pytest.mark.slow),
     ],
 )
 def test_engines_train_as_on_one_rank(world, size, cases, tmp_path):

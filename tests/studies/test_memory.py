@@ -260,7 +260,13 @@ def needed(key: str) -> float:
 CONFIG_OF_KEY: dict[str, TrainConfig] = {}
 
 
-@pytest.mark.parametrize("path", [path for path in CONFIGS if path.name not in NOT_RUNS], ids=lambda path: path.stem)
+def each_run(path: Path):
+    """The dearest of each kind in `make test`; the others have as much room."""
+    dearest = path.stem in ("vlcs", "cola", "language-64-experts", "smollm", "digits")
+    return pytest.param(path, marks=[] if dearest else pytest.mark.slow, id=path.stem)
+
+
+@pytest.mark.parametrize("path", [each_run(path) for path in CONFIGS if path.name not in NOT_RUNS])
 def test_configurations_fit_an_rtx_3090(path):
     config = config_of("--config", str(path))
     environments = len(task_of_sizes(config).train)

@@ -20,7 +20,10 @@ from deepspeed.comm.torch import build_shm_op  # noqa: E402
 
 import unifmoe_dist.train.trainer  # noqa: E402, F401
 from tests.support.ranks import PLOTS  # noqa: E402
+from unifmoe_dist.config import TrainConfig  # noqa: E402
 from unifmoe_dist.studies import training_plots  # noqa: E402
+from unifmoe_dist.train.build import check_layers  # noqa: E402
+from unifmoe_dist.train.cli import dump_train_config  # noqa: E402
 
 with suppress(ImportError):  # an older DeepSpeed
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  each engine imports it, and with it inductor
@@ -36,5 +39,6 @@ def plot_run(folder: Path) -> list[Path]:
 training_plots.plot_run = plot_run
 with redirect_stdout(sys.stderr):
     build_shm_op()  # compiled when the tests started; else every process looks at the sources anew
+check_layers(TrainConfig()), dump_train_config(TrainConfig())  # a run's first steps, which import more
 gc.collect()
 gc.freeze()  # no collection in a forked process goes over all this again, or copies its pages

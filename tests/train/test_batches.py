@@ -73,7 +73,7 @@ def test_draws_with_replacement(pacs):
     assert_equal([half[0] for half in halves], tensors_of(TrainBatches(task, 8, 7, 0, 1, 2, replacement=True).step(3)))
 
 
-@pytest.mark.parametrize("moe", ["unif", "gmoe", "none"])
+@pytest.mark.parametrize("moe", ["unif", pytest.param("gmoe", marks=pytest.mark.slow), "none"])
 def test_its_adam_decays_everything(moe):
     """After some steps the weights are those of `torch.optim.Adam(model.parameters(), lr, weight_decay=...)`."""
     words = [

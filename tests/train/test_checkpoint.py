@@ -60,9 +60,9 @@ def kill_in_save(rank, failing, point):
     "failing,point,step",
     [
         (1, "first file", 2),
-        (0, "last file", 2),
+        pytest.param(0, "last file", 2, marks=pytest.mark.slow),
         (0, "rename", 2),
-        (0, "latest", 2),
+        pytest.param(0, "latest", 2, marks=pytest.mark.slow),  # as with `best`, nothing names a whole folder
         (0, "best of the first save", 2),
         (0, "prune", 4),
     ],
@@ -78,7 +78,7 @@ def test_a_kill_during_a_save(failing, point, step, whole, tmp_path):
         assert names == {"latest", "best", "step-000002", "step-000004"}
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_kill_at_any_time(seed, tmp_path):
     chance = random.Random(seed)
     job = RunningJob(tmp_path, 2, words(tmp_path, "--steps", "100000", "--eval_every", "1"))

@@ -43,7 +43,8 @@ def raise_at(rank, failing, place):
 
 
 @pytest.mark.parametrize(
-    "place,failing", [("data", 1), ("forward", 0), ("dispatch", 1), ("evaluation", 0), ("save", 1)]
+    "place,failing",
+    [pytest.param("data", 1, marks=pytest.mark.slow), ("forward", 0), ("dispatch", 1), ("evaluation", 0), ("save", 1)],
 )
 def test_an_error_in_one_rank_ends_all(place, failing, tmp_path):
     job = run_job(tmp_path, 2, words(tmp_path), raise_at, failing, place)
@@ -94,7 +95,7 @@ def refuse(rank, refusing):
         on_call(Watchdog, "tell", 1, lambda: time.sleep(1))  # both must find out by other means
 
 
-@pytest.mark.parametrize("refusing", [[1], [0, 1]])
+@pytest.mark.parametrize("refusing", [pytest.param([1], marks=pytest.mark.slow), [0, 1]])
 def test_a_user_error_appears_once(refusing, tmp_path):
     job = run_job(tmp_path, 2, words(tmp_path), refuse, refusing)
     assert job.statuses == [2, 2]

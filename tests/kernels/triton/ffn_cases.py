@@ -164,7 +164,7 @@ def test_more_fillings_of_the_workspace_round_no_more(gated):
         assert error(many, one) < 1e-3
 
 
-@pytest.mark.parametrize("options", [TritonOptions(), TritonOptions(tile_rows=16, workspace_bytes=6_000)])
+@pytest.mark.parametrize("options", [TritonOptions(), TritonOptions(tile_rows=16, workspace_bytes=2_500)])
 def test_ffn_is_deterministic(options):
     torch.manual_seed(3)
     experts = bank(2, 32, 64, 2, dtype=torch.bfloat16)

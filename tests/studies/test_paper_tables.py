@@ -72,7 +72,7 @@ def report(output: Path, capsys) -> str:
 
 @pytest.mark.timeout(600)
 def test_domainbed(data, tmp_path, capsys):
-    """Two data sets, two and one held-out environments, two seeds."""
+    """Two data sets, two and one held-out environments, two seeds, three methods."""
     words = [
         "--table",
         "domainbed",
@@ -84,16 +84,19 @@ def test_domainbed(data, tmp_path, capsys):
         "Sketch",
         "Caltech101",
         "--methods",
+        "dense",
+        "emoe",
         "unif",
         "--seeds",
         "0",
         "1",
     ]
-    assert sweep(tmp_path, capsys, *words, *vision(data)) == 6
+    assert sweep(tmp_path, capsys, *words, *vision(data)) == 18
     page = report(tmp_path, capsys)
-    assert "6 of 6 planned runs have finished." in page
+    assert "18 of 18 planned runs have finished." in page
     rows = {line.split(" | ")[0].strip("| "): line for line in page.splitlines() if line.startswith("| ")}
-    assert re.search(r"\d+\.\d ± \d+\.\d", rows["UniF-MoE"]), rows["UniF-MoE"]
+    for label in ("Dense", "EMoE", "UniF-MoE"):
+        assert re.search(r"\d+\.\d ± \d+\.\d", rows[label]), rows[label]
     assert "89.6" in page  # the paper's UniF-MoE on PACS stands beside
     for name in ("domainbed.md", "domainbed.tex", "domainbed.csv", "domainbed.png"):
         assert (tmp_path / "report" / name).stat().st_size > 300
@@ -127,7 +130,7 @@ def test_ablation_blocks_and_diversity_share_runs(data, tmp_path, capsys):
 @pytest.mark.timeout(300)
 def test_glue_chooses_the_learning_rate_by_validation(data, tmp_path, capsys):
     words = ["--table", "glue", "--tasks", "rte", "--seeds", "0", "--lr", "2e-5", "5e-5"]
-    assert sweep(tmp_path, capsys, *words, "--methods", "top2", *language(data)) == 2
+    assert sweep(tmp_path, capsys, *words, "--methods", "dense", "top2", *language(data)) == 4
     assert (
         sweep(
             tmp_path,

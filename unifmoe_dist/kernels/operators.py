@@ -69,7 +69,8 @@ _ARGUMENTS = (
 
 @torch.library.custom_op("unifmoe::block_ffn", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor")
 def _block_ffn(x: Tensor, gates: Tensor, blocks: Tensor, weights: Sequence[Tensor], *layout: Any) -> Tensor:
-    banks, dropout = _Layout(*layout).banks(weights), _Layout(*layout).dropout
+    own = _Layout(*layout)
+    banks, dropout = own.banks(weights), own.dropout
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         if len(banks) == 1:
             return select.block_ffn(x, gates, blocks, banks[0], dropout)
@@ -83,7 +84,8 @@ def _block_ffn_backward(
     grad: Tensor, x: Tensor, gates: Tensor, blocks: Tensor, weights: Sequence[Tensor], *layout: Any
 ) -> list[Tensor]:
     """Gradients of x, the gates and the weights, from these alone: no graph could keep the plan of a forward pass."""
-    banks, dropout = _Layout(*layout).banks(weights), _Layout(*layout).dropout
+    own = _Layout(*layout)
+    banks, dropout = own.banks(weights), own.dropout
     parts = [(gates, blocks, dropout)]
     if len(banks) == 2:
         rest = None if dropout is None else dropout.of_experts(1)

@@ -94,7 +94,7 @@ def test_more_spans_than_are_summed_at_once(monkeypatch):
     check([90, 3], 4, 3, 5, torch.float32, kept=0.3)
 
 
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     st.lists(st.integers(0, 70), min_size=1, max_size=4),
     st.integers(1, 5),

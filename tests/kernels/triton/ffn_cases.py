@@ -63,7 +63,7 @@ def check_ffn(x, gates, blocks, experts, shared=None, options=None, tolerance=2e
         assert error(g, w) < tolerance
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     n=st.integers(0, 20),
     e=st.integers(1, 3),

@@ -106,7 +106,7 @@ def check_route(x, weight, prototypes) -> None:
         torch.testing.assert_close(sums, torch.cat([sums.new_tensor([len(x)]), counted]), rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     n=st.integers(0, 70),
     dim=st.sampled_from([20, 48, 130]),

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = {path.relative_to(ROOT): path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
 SHELL = "\n".join(block for text in PAGES.values() for block in re.findall(r"```bash\n(.*?)```", text, re.S))
 SHELL = SHELL.replace("\\\n", " ")
-TRAIN_LINES = sorted(set(re.findall(r"^.*launch/train\.py(.*?)(?:\s+#.*)?$", SHELL, re.M)))
+TRAIN_LINES = sorted(set(re.findall(r"^(.*)launch/train\.py(.*?)(?:\s+#.*)?$", SHELL, re.M)))
 SCRIPTS = sorted(set(re.findall(r"launch/\w+\.py", "\n".join(PAGES.values()))))
 
 
@@ -49,11 +49,16 @@ def test_python_runs(code, tmp_path, monkeypatch):
     exec(compile(code, "snippet", "exec"), {})
 
 
-@pytest.mark.parametrize("line", TRAIN_LINES)
-def test_training_options_exist(line):
+@pytest.mark.parametrize("launcher, line", TRAIN_LINES)
+def test_training_options_exist_and_fit_the_ranks(launcher, line):
     words = [str(ROOT / w) if w.startswith("configs/") else w for w in line.split()]
     _, words = plan_options(words)
-    assert isinstance(parse_train_config(words), TrainConfig)
+    config = parse_train_config(words)
+    ranks = re.search(
+        r"--num_gpus (\d+)|--num_accelerators (\d+)|-np (\d+)|--nproc-per-node (\d+)|--ntasks (\d+)", launcher
+    )
+    size = config.parallel.expert_parallel_size
+    config.validate(int(ranks[ranks.lastindex]) if ranks else 1 if size == "auto" else size)
 
 
 @pytest.mark.parametrize("page, link", links())

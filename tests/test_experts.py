@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_groups_weight_decay
 
+from tests.support.methods import MOE_LAYERS
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer, upcycle
 from unifmoe_dist.experts import BlockExperts
-from unifmoe_dist.methods import MOE_LAYERS, LayerOptions, upcycle_baseline
 from unifmoe_dist.train import checkpoint
 from unifmoe_dist.train.build import parameter_groups
 from unifmoe_dist.upcycling import moe_layers
@@ -21,10 +21,7 @@ from unifmoe_dist.upcycling import moe_layers
 
 def vit(method: str = "unif") -> torch.nn.Module:
     torch.manual_seed(0)
-    model = timm.create_model("test_vit")
-    if method == "unif":
-        return upcycle(model, [1, 3], 4, 4)
-    return upcycle_baseline(model, method, [1, 3], LayerOptions(4, 4))
+    return upcycle(timm.create_model("test_vit"), [1, 3], 4, 4, method=method)
 
 
 def bert() -> torch.nn.Module:

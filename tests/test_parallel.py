@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.methods import MOE_LAYERS
 from tests.support.own_loops import (
     CLIP,
     Trained,
@@ -35,7 +36,6 @@ from tests.support.own_loops import (
 from tests.support.ranks import run_ranks
 from unifmoe_dist import clip_grad_norm_, full_state_dict, load_full_state_dict
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.methods import MOE_LAYERS
 
 
 def ours(model):

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.kernels_agree import assert_kernels_agree
+from tests.support.methods import MOE_LAYERS
 from tests.support.ranks import run_ranks
 from tests.support.sharded import sharded_layer, whole_layer
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer, upcycle
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.kernels import HiddenDropout, reference_block_ffn, use_kernels
-from unifmoe_dist.methods import MOE_LAYERS, LayerOptions, upcycle_baseline
 from unifmoe_dist.train.build import install_layers
 from unifmoe_dist.train.cli import parse_train_config
 from unifmoe_dist.upcycling import moe_layers
@@ -250,9 +250,7 @@ def test_upcycled_models_of_every_method_drop_and_reload(method, tmp_path):
         return not torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
 
     def converted(rate: float) -> torch.nn.Module:
-        if method == "unif":
-            return upcycle(bert(), [1], 4, 4, hidden_dropout=rate)
-        return upcycle_baseline(bert(), method, [1], LayerOptions(4, 4, hidden_dropout=rate))
+        return upcycle(bert(), [1], 4, 4, method=method, hidden_dropout=rate)
 
     model = converted(0.5)
     assert varies(model) and not varies(converted(0.0)) and not varies(bert())

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.support.methods import applied, make
-from unifmoe_dist.methods import LayerOptions
 
 # -- DynMoE -----------------------------------------------------------------------------------------------------------
 
@@ -50,7 +49,7 @@ def test_dynmoe_gives_tokens_without_an_expert_nothing_in_a_recomputation_too(re
 
 
 def test_dynmoe_adds_and_removes_experts():
-    layer = make("dynmoe", LayerOptions(num_experts=3, max_experts=4, adapt_every=2)).train()
+    layer = make("dynmoe", dict(num_experts=3, max_experts=4, adapt_every=2)).train()
     with torch.no_grad():
         layer.router.weight.copy_(torch.eye(12)[:4])
         layer.router.thresholds.zero_()

@@ -10,7 +10,6 @@ import torch
 from tests.support.fidelity import D, H, K, mass, with_weights
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.methods import LayerOptions
 from unifmoe_dist.methods.mass import MASSConfig, MASSLayer
 from unifmoe_dist.studies.paper_tables import GLUE
 from unifmoe_dist.train import checkpoint
@@ -18,6 +17,7 @@ from unifmoe_dist.train.build import layer_options
 from unifmoe_dist.train.cli import dump_train_config, load_train_config, parse_train_config
 from unifmoe_dist.train.length import in_steps
 from unifmoe_dist.train.step import TrainingStep
+from unifmoe_dist.upcycling.convert import saved_options
 
 
 def config_of(task, method):
@@ -40,20 +40,20 @@ def test_dynmoe_and_mass_on_domainbed_as_in_the_authors_scripts():
     for method in ("dynmoe", "mass"):
         config = config_of("vlcs", method)
         assert (config.model.num_experts, config.model.most_experts(), config.model.adapt_every) == (6, 8, 1)
-    options = layer_options(config)
+    options = SimpleNamespace(**layer_options(config))
     assert (options.mass_window, options.mass_warmup, options.mass_untried) == (450, 250, 0)
-    options = layer_options(config_of("domainnet", "mass"))
+    options = SimpleNamespace(**layer_options(config_of("domainnet", "mass")))
     assert (options.expansion_steps, options.mass_window, options.mass_warmup) == (1500, 1350, 750)
 
 
 def test_mass_on_glue_as_in_the_authors_scripts():
     config = config_of("cola", "mass")
-    options = layer_options(in_steps(config, SimpleNamespace(train=[range(8551)])))
+    options = SimpleNamespace(**layer_options(in_steps(config, SimpleNamespace(train=[range(8551)]))))
     assert (options.num_experts, options.max_experts, options.mass_threshold) == (8, 16, 0.5)
     assert (options.expansion_steps, options.mass_window, options.mass_warmup) == (268, 241, 134)
     assert options.mass_untried == 1 and all("mass" in find_task(task).method_options for task in GLUE)
-    chosen = parse_train_config(["--model.mass_window", "9", "--model.mass_warmup", "4"])
-    assert (layer_options(chosen).mass_window, layer_options(chosen).mass_warmup) == (9, 4)
+    chosen = parse_train_config(["--model.moe", "mass", "--model.mass_window", "9", "--model.mass_warmup", "4"])
+    assert (layer_options(chosen)["mass_window"], layer_options(chosen)["mass_warmup"]) == (9, 4)
 
 
 # -- what earlier versions wrote --------------------------------------------------------------------------------------
@@ -88,11 +88,11 @@ def test_runs_and_models_of_earlier_versions_keep_their_gate(tmp_path):
     model = load_train_config(str(path)).model
     assert (model.mass_window, model.mass_warmup) == (200, 100)
     saved = {"num_experts": 4, "max_experts": 6, "layers": [1], "method": "dynmoe", "expansion_steps": 300}
-    assert LayerOptions.from_saved("dynmoe", saved).gate_temperature
-    assert not LayerOptions.from_saved("dynmoe", {**saved, "gate_temperature": False}).gate_temperature
-    assert LayerOptions.from_saved("emoe", saved).load_loss == "shazeer"
-    options = LayerOptions.from_saved("mass", saved)
-    assert (options.max_experts, options.mass_window, options.mass_warmup) == (6, 120, 60)
+    assert saved_options("dynmoe", saved)["gate_temperature"]
+    assert not saved_options("dynmoe", {**saved, "gate_temperature": False})["gate_temperature"]
+    assert saved_options("emoe", saved)["load_loss"] == "shazeer"
+    options = saved_options("mass", saved)
+    assert [options[name] for name in ("max_experts", "mass_window", "mass_warmup")] == [6, 120, 60]
 
 
 def test_a_checkpoint_with_windows_of_another_length_is_taken(tmp_path):

@@ -14,12 +14,12 @@ from tests.support.fidelity import SHAPE, D, H, K, N, mass, wave, with_weights
 from tests.support.original_numbers import ORIGINAL
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import AppliedStep
-from unifmoe_dist.methods import MOE_LAYERS, LayerOptions
 from unifmoe_dist.methods.mass import LANGUAGE, OVER, SHORT, VISION, MASSSchedule, mass_schedule
 from unifmoe_dist.methods.noisy_top_k import load_importance_loss
 from unifmoe_dist.methods.topk import balance_loss
 from unifmoe_dist.train.build import layer_options
 from unifmoe_dist.train.cli import parse_train_config
+from unifmoe_dist.upcycling.convert import build_layer
 
 
 def results(layer, weight_of_loss=0.0):
@@ -58,7 +58,7 @@ def fixed_noise(monkeypatch):
 
 
 def dynmoe(**options):
-    layer = MOE_LAYERS["dynmoe"](SHAPE, LayerOptions(num_experts=4, max_experts=K, **options), None, "auto")
+    layer = build_layer("dynmoe", SHAPE, dict(num_experts=4, max_experts=K, **options), None, "auto")
     return with_weights(layer, {"weight": wave(K, D, seed=5), "thresholds": wave(K, seed=6, scale=0.3) + 0.2})
 
 
@@ -128,7 +128,7 @@ def test_dynmoe_decides_once_an_epoch_on_its_third_quarter(epoch_steps):
 
 
 def gmoe(top_k, **options):
-    layer = MOE_LAYERS["gmoe"](SHAPE, LayerOptions(num_experts=K, top_k=top_k, **options), None, "auto")
+    layer = build_layer("gmoe", SHAPE, dict(num_experts=K, top_k=top_k, **options), None, "auto")
     router = {
         "weight": wave(K, 256, seed=5),
         "projection.weight": wave(256, D, seed=10),
@@ -146,7 +146,7 @@ def test_gmoe(top_k, fixed_noise):
 
 @pytest.mark.parametrize("method", ["emoe", "emoe_learn"])
 def test_emoe(method, fixed_noise):
-    layer = MOE_LAYERS[method](SHAPE, LayerOptions(num_experts=4, top_k=2), None, "auto")
+    layer = build_layer(method, SHAPE, dict(num_experts=4, top_k=2), None, "auto")
     layer = with_weights(layer, {"weight": wave(4, H // 4, D, seed=1, scale=0.4).mean(1)})
     want = ORIGINAL[method]
     assert_all_like(results(layer, 10), want)
@@ -159,7 +159,10 @@ def test_the_load_loss_of_shazeer_et_al_is_an_option(fixed_noise):
     assert layer.auxiliary_loss().item() == pytest.approx(0.008018827, rel=1e-4)  # 29 times Tutel's
     with pytest.raises(UserError, match="tutel or shazeer, not 'switch'"):
         gmoe(2, load_loss="switch")
-    assert layer_options(parse_train_config(["--model.load_loss", "shazeer"])).load_loss == "shazeer"
+    assert (
+        layer_options(parse_train_config(["--model.moe", "gmoe", "--model.load_loss", "shazeer"]))["load_loss"]
+        == "shazeer"
+    )
 
 
 @pytest.mark.tutel

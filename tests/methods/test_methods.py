@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,10 +13,11 @@ from tests.support.gates import layer_output
 from tests.support.methods import CLOSE, METHODS, SHAPE, applied, make
 from unifmoe_dist.config import ModelConfig, ParallelConfig, TrainConfig
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.methods import MOE_LAYERS, LayerOptions, upcycle_baseline
 from unifmoe_dist.methods.balanced_kmeans import balanced_assignment, balanced_kmeans
 from unifmoe_dist.methods.noisy_top_k import load_importance_loss
 from unifmoe_dist.methods.topk import balance_loss
+from unifmoe_dist.upcycling import upcycle
+from unifmoe_dist.upcycling.convert import build_layer
 from unifmoe_dist.usage import UsageSummary
 
 # -- equations --------------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def test_emoe_splits_the_dense_ffn(method, gated):
     """By its keys, which are the gate's where there is one."""
     up, down, gate = dense_ffn()
     parts = (up, down, gate) if gated else (up, down)
-    layer = MOE_LAYERS[method]({**SHAPE, "gated": gated}, LayerOptions(num_experts=4, top_k=4), None, "auto").eval()
+    layer = build_layer(method, {**SHAPE, "gated": gated}, dict(num_experts=4, top_k=4), None, "auto").eval()
     layer.load_dense(*(t for part in parts for t in (part.weight, part.bias)))
     keys, clustered = (layer.experts.gate_keys, gate) if gated else (layer.experts.keys, up)
     assert keys.shape == (4, 6, 12)
@@ -179,10 +179,10 @@ def test_emoe_gate_follows_the_keys():
 @pytest.mark.parametrize(
     "method,options,millions",
     [
-        ("emoe", LayerOptions(num_experts=24, top_k=4), 20.70),
-        ("emoe_learn", LayerOptions(num_experts=24), 20.70),
-        ("gmoe", LayerOptions(num_experts=6), 32.12),
-        ("dynmoe", LayerOptions(num_experts=6, max_experts=8), 36.45),
+        ("emoe", dict(num_experts=24, top_k=4), 20.70),
+        ("emoe_learn", dict(num_experts=24), 20.70),
+        ("gmoe", dict(num_experts=6), 32.12),
+        ("dynmoe", dict(num_experts=6, max_experts=8), 36.45),
     ],
 )
 def test_parameters_of_deit_small_as_in_the_papers_cost_table(method, options, millions):
@@ -190,7 +190,7 @@ def test_parameters_of_deit_small_as_in_the_papers_cost_table(method, options, m
 
     with torch.device("meta"):
         model = timm.create_model("deit_small_patch16_224", num_classes=5)
-    upcycle_baseline(model, method, [8, 10], options)
+    upcycle(model, [8, 10], method=method, **options)
     assert round(sum(p.numel() for p in model.parameters()) / 2**20, 2) == millions
 
 
@@ -223,11 +223,11 @@ def test_options_that_do_not_fit(options, message):
 
 def test_layers_that_do_not_fit():
     with pytest.raises(UserError, match="24.*5"):
-        MOE_LAYERS["emoe"](SHAPE, LayerOptions(num_experts=5), None, "auto")
+        build_layer("emoe", SHAPE, dict(num_experts=5), None, "auto")
     with pytest.raises(UserError, match="switch.*topk"):
-        upcycle_baseline(SimpleNamespace(), "switch", [0])
+        upcycle(torch.nn.Linear(1, 1), [0], method="switch")
     with pytest.raises(UserError, match="0 experts.*6"):
-        MOE_LAYERS["dynmoe"](SHAPE, LayerOptions(num_experts=0, max_experts=6), None, "auto")
+        build_layer("dynmoe", SHAPE, dict(num_experts=0, max_experts=6), None, "auto")
     with pytest.raises(UserError, match="expert 'shared' does not exist; use a whole number from 0 to 3"):
         make("topk").ffn_weights("shared")
 
@@ -235,8 +235,8 @@ def test_layers_that_do_not_fit():
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_wider_ffn_starts_as_the_dense_one_and_uses_every_channel(gated):
     torch.manual_seed(3)
-    options = LayerOptions(num_experts=3, num_blocks=6)
-    layer = MOE_LAYERS["wide"]({**SHAPE, "gated": gated}, options, None, "auto")
+    options = dict(num_experts=3, num_blocks=6)
+    layer = build_layer("wide", {**SHAPE, "gated": gated}, options, None, "auto")
     parts = dense_ffn() if gated else dense_ffn()[:2]
     layer.load_dense(*(t for part in parts for t in (part.weight, part.bias)))
     up, down, gate = (*parts, None)[:3]
@@ -247,4 +247,4 @@ def test_a_wider_ffn_starts_as_the_dense_one_and_uses_every_channel(gated):
     assert layer.experts.values.shape == (3, 12, 12) and (layer.experts.values.grad.abs().sum((1, 2)) > 0).all()
     assert UsageSummary.from_totals(layer.usage.totals, 3).block_compute == 9  # 1.5 FFNs of 6 blocks
     with pytest.raises(UserError, match="num_experts 1 at least 2"):
-        MOE_LAYERS["wide"](SHAPE, LayerOptions(num_experts=1), None, "auto")
+        build_layer("wide", SHAPE, dict(num_experts=1), None, "auto")

@@ -13,14 +13,14 @@ from tests.support.ranks import run_ranks
 from tests.support.sharded import EXCHANGES, held_here
 from unifmoe_dist.expert_layer import AppliedStep
 from unifmoe_dist.lending import here
-from unifmoe_dist.methods import MOE_LAYERS
+from unifmoe_dist.upcycling.convert import build_layer
 
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
 def shard(whole, method, dispatcher):
     shape = {**SHAPE, "gated": whole.config.gated}
-    layer = MOE_LAYERS[method](shape, OPTIONS, dist.group.WORLD, dispatcher)
+    layer = build_layer(method, shape, OPTIONS, dist.group.WORLD, dispatcher)
     own = layer.state_dict()
     layer.load_state_dict({n: own[n] if n.startswith("experts.") else t for n, t in whole.state_dict().items()})
     for expert in range(whole.config.num_experts):

@@ -13,12 +13,13 @@ from tests.support.jobs import run_job
 from tests.support.methods import METHODS, OPTIONS, SHAPE, applied, small_config
 from tests.support.ranks import run_ranks
 from unifmoe_dist.lending import here
-from unifmoe_dist.methods import MOE_LAYERS, LayerOptions, upcycle_baseline
+from unifmoe_dist.methods.registry import method_of
 from unifmoe_dist.runtime.ranks import running_ranks
 from unifmoe_dist.train import build, checkpoint, export
 from unifmoe_dist.train.cli import load_train_config
 from unifmoe_dist.train.trainer import Trainer
-from unifmoe_dist.upcycling import moe_layers
+from unifmoe_dist.upcycling import moe_layers, upcycle
+from unifmoe_dist.upcycling.convert import build_layer
 
 # -- training ---------------------------------------------------------------------------------------------------------
 
@@ -27,7 +28,7 @@ from unifmoe_dist.upcycling import moe_layers
 def test_each_method_learns_a_toy_task(method):
     """Two kinds of tokens that want opposite outputs."""
     torch.manual_seed(0)
-    layer = MOE_LAYERS[method](SHAPE, OPTIONS, None, "auto").train()
+    layer = build_layer(method, SHAPE, OPTIONS, None, "auto").train()
     optimizer = torch.optim.Adam([p for p in layer.parameters() if p.requires_grad], lr=0.01)
     kind = torch.arange(64) % 2
     x = torch.randn(64, 12) + 3 * torch.eye(12)[kind]
@@ -197,7 +198,7 @@ def test_auxiliary_losses_reach_the_gate_under_gradient_checkpointing(family):
                 hidden_dropout_prob=0.0,
             )
             model, inputs = BertForSequenceClassification(small), {"input_ids": torch.arange(36).view(3, 12)}
-        upcycle_baseline(model, "topk", [1, 3], LayerOptions(num_experts=4))
+        upcycle(model, [1, 3], 4, method="topk")
         if checkpointing:
             build.checkpoint_activations(model)
         model.train()(**inputs)
@@ -215,7 +216,7 @@ def test_a_saved_transformers_model_comes_back(method, tmp_path):
 
     small = BertConfig(vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
     model = BertForSequenceClassification(small)
-    upcycle_baseline(model, method, [1], LayerOptions(num_experts=4, max_experts=6, mass_threshold=0.7))
+    upcycle(model, [1], method=method, **method_of(method).taken(OPTIONS))
     (layer,) = moe_layers(model).values()
     if method != "emoe":
         layer.active[0], layer.active[5] = False, True

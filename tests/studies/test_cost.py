@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.support.paper_cost import DERIVED, dynmoe, gmoe, unif_moe
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer, upcycle
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.errors import UserError
@@ -22,8 +23,8 @@ from unifmoe_dist.studies.cost.cost_table import (
     measure_cost,
     statistics_of,
 )
-from unifmoe_dist.studies.cost.paper import DERIVED, dynmoe, gmoe, published_cost, unif_moe
 from unifmoe_dist.studies.meters import Ledger, LiveBytes
+from unifmoe_dist.studies.paper_numbers import published_cost
 from unifmoe_dist.studies.run_report.method_costs import method_config
 from unifmoe_dist.upcycling import moe_layers
 from unifmoe_dist.usage import UsageSummary

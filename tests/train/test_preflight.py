@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.methods import MOE_LAYERS
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.methods import MOE_LAYERS
 from unifmoe_dist.runtime.ranks import Ranks
 from unifmoe_dist.train import build
 from unifmoe_dist.train.cli import parse_train_config

@@ -53,5 +53,7 @@ ABLATION: dict[str, dict[str, float]] = _PRINTED["ablation"]
 COST = _values(_PRINTED["cost"])
 """By statistic and method."""
 
-DOMAINBED_SETTINGS = {name: tuple(values) for name, values in _PRINTED["domainbed_settings"].items()}
-"""Learning rate, weight decay and steps."""
+
+def published_cost(method: str) -> dict[str, float]:
+    """The paper's column of a method, by statistic; empty where its table leaves the method out."""
+    return {statistic: row[method] for statistic, row in COST.items() if method in row}

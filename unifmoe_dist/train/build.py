@@ -15,8 +15,7 @@ from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.task import TaskData
 from unifmoe_dist.errors import UserError
-from unifmoe_dist.methods import LayerOptions
-from unifmoe_dist.methods.registry import EVERY_LAYER, REGISTRY, method_of
+from unifmoe_dist.methods.registry import method_of
 from unifmoe_dist.optimizers import param_groups
 from unifmoe_dist.runtime.ranks import Ranks
 from unifmoe_dist.train import deepspeed
@@ -88,7 +87,7 @@ def install_layers(config: TrainConfig, model: nn.Module, ranks: Ranks | None = 
         ranks_per_node=None if ranks is None else config.group_ranks_per_node(ranks.world_size),
         dispatch_chunks=config.parallel.dispatch_chunks,
         cuda_graphs=config.parallel.cuda_graphs,
-        **method.taken(vars(layer_options(config))),
+        **layer_options(config),
     )
     weight = config.optim.lambda_div if method.shared else config.optim.auxiliary_weight
     for layer in moe_layers(model).values():
@@ -121,16 +120,14 @@ def checkpoint_activations(model: Any) -> None:
         model.set_grad_checkpointing()
 
 
-def layer_options(config: TrainConfig) -> LayerOptions:
-    """What a configuration tells the layers of any method, and what its run sets where it is null."""
-    names = {*EVERY_LAYER, *(name for method in REGISTRY.values() for name in method.options)}
-    chosen = {name: value for name, value in vars(config.model).items() if name in names}
-    chosen["max_experts"] = config.model.most_experts()
-    if method_of(config.model.moe).layer:
-        family = find_task(config.data.task).family
-        run = layer_class(config.model.moe).config_type.run_options(config.steps, family)
+def layer_options(config: TrainConfig) -> dict[str, Any]:
+    """What a configuration tells the layers of its method, and what its run sets where it is null."""
+    method = method_of(config.model.moe)
+    chosen = method.taken({**vars(config.model), "max_experts": config.model.most_experts()})
+    if method.layer:
+        run = layer_class(method.name).config_type.run_options(config.steps, find_task(config.data.task).family)
         chosen.update((name, value) for name, value in run.items() if chosen.get(name) is None)
-    return LayerOptions(**chosen)
+    return chosen
 
 
 def build_algorithm(config: TrainConfig, task: TaskData, ranks: Ranks | None = None) -> Algorithm:

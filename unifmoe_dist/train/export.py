@@ -167,7 +167,7 @@ def _describe_layers(config: TrainConfig) -> dict[str, Any] | None:
     method = method_of(config.model.moe)
     if not method.layer:
         return None
-    own = method.taken(vars(build.layer_options(config)))
+    own = build.layer_options(config)
     return {"layers": config.model.layers, "method": method.name, **own}
 
 

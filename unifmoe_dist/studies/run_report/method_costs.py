@@ -21,7 +21,7 @@ from unifmoe_dist.methods.registry import METHODS, method_of
 from unifmoe_dist.runtime.heartbeat import followed
 from unifmoe_dist.runtime.ranks import seed_everything
 from unifmoe_dist.studies.cost.cost_table import Cost, MeasuredCost, count_cost, measure_cost, statistics_of
-from unifmoe_dist.studies.cost.paper import published_cost
+from unifmoe_dist.studies.paper_numbers import published_cost
 from unifmoe_dist.studies.run_report.loaded_run import NEUTRAL, LoadedRun
 from unifmoe_dist.studies.run_report.sample import Sample
 from unifmoe_dist.studies.usage.layer_usage import PatchGrid

@@ -1,7 +1,7 @@
-"""The paper's cost table (VLCS, DeiT-S/16, layers 8 and 10), and a derivation that reproduces its N, N_A and FLOPs.
+"""A derivation that reproduces N, N_A and FLOPs of the paper's cost table (VLCS, DeiT-S/16, layers 8 and 10).
 
-The paper does not say how its numbers were counted. The rules of `cost_table.py` and the settings below reproduce all
-of them to the last printed digit; settings that the paper does not give are marked (inferred).
+The paper does not say how its numbers were counted. The rules of `studies/cost/cost_table.py` and the settings below
+reproduce all of them to the last printed digit; settings that the paper does not give are marked (inferred).
 
 - GMoE: 6 experts, top-2, a cosine router (projection to 256 with bias, 256 x 6, a temperature). Its FLOPs are those of
   3 experts per token, not 2: padded buffers at the capacity factor 1.5 of GMoE's code (inferred). Executed alone it
@@ -17,8 +17,6 @@ of them to the last printed digit; settings that the paper does not give are mar
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from unifmoe_dist.studies.paper_numbers import COST
 
 _DIM, _HIDDEN, _DEPTH, _TOKENS, _CLASSES, _MOE_LAYERS = 384, 1536, 12, 197, 5, 2
 _FFN = 2 * _DIM * _HIDDEN + _HIDDEN + _DIM
@@ -86,8 +84,3 @@ def unif_moe(block_compute: float = 9.21, expert_count: float = 1.3) -> Derivati
 
 DERIVED = {"dense": dense, "gmoe": gmoe, "emoe": emoe, "dynmoe": dynmoe, "unif": unif_moe}
 """By the method's name (methods/registry.py)."""
-
-
-def published_cost(method: str) -> dict[str, float]:
-    """The paper's column of a method, by statistic; empty where its table leaves the method out."""
-    return {statistic: row[method] for statistic, row in COST.items() if method in row}

@@ -40,6 +40,7 @@ def parser() -> OptionParser:
     several("--batch", type=int, metavar="N", help="images of 5 tokens per rank and step (32)")
     several("--dispatcher", choices=get_args(get_type_hints(ModelConfig)["dispatcher"]), help="dispatchers (auto)")
     several("--zero", type=int, choices=get_args(get_type_hints(ParallelConfig)["zero_stage"]), help="ZeRO stages (1)")
+    several("--megabits", type=int, metavar="N", help="Mbit/s between two hosts made of namespaces; 0: one host (0)")
     sweep.add_argument("--output", type=Path, default=Path("runs/scale"), help="folder of the study (runs/scale)")
     study = result.add_argument_group("what all points of a sweep have in common")
     study.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="number format (fp32)")
@@ -171,9 +172,13 @@ def sweep(options: argparse.Namespace) -> None:
         options.batch or [32],
         options.dispatcher or ["auto"],
         options.zero or [1],
+        options.megabits or [0],
     )
     if left_out:
-        print(f"{left_out} combinations left out: the expert-parallel size must divide both K and the ranks.")
+        print(
+            f"{left_out} combinations left out: the expert-parallel size must divide both K and the ranks, and two "
+            "hosts share ranks evenly."
+        )
     points = scaling_study.run_study(layouts, study, options.output)
     print(scaling_study.format_points(points))
     print(f"\nplot: {', '.join(map(str, plot_study(points, study, options.output)))}")

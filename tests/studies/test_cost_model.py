@@ -155,6 +155,8 @@ def test_held_out_points_are_the_largest_experts_and_every_fourth():
     fitted, held = cost_model.hold_out(points)
     assert [(p.layout.ranks, p.layout.experts) for p in held] == [(1, 16), (2, 2), (2, 16)]
     assert len(fitted) == 5 and not set(map(id, fitted)) & set(map(id, held))
+    slow = Point(Layout(32, 2, 2, 8, "alltoall", 1, megabits=10), result)
+    assert cost_model.hold_out([slow, *points]) == (fitted, [slow, *held])
 
 
 @pytest.mark.parametrize("ranks, batches", [((1,), (8,)), ((1, 2), (8,)), ((1, 2, 4), (8, 16))])

@@ -40,6 +40,10 @@ def test_grid_leaves_out_what_cannot_be():
     assert {(x.experts, x.ranks) for x in layouts} == {(4, 4)} and left_out == 6
     with pytest.raises(UserError, match="no combination"):
         scaling.grid([6], [2, 4], [4], [8], ["alltoall"], [1, 2])
+    layouts, left_out = scaling.grid([4], [1, 2], [0], [8], ["auto"], [1], [0, 100])
+    assert [(x.ranks, x.megabits) for x in layouts] == [(1, 0), (2, 0), (2, 100)] and left_out == 1
+    with pytest.raises(UserError, match="--megabits must be at least 0, not -1"):
+        scaling.grid([4], [2], [0], [8], ["auto"], [1], [-1])
     with pytest.raises(UserError, match="--batch must be at least 1, not 0"):
         scaling.grid([2], [1], [0], [0], ["auto"], [1])
 
@@ -133,6 +137,16 @@ def test_sweep_measures_plots_and_continues(tmp_path, capsys):
     assert scaling.read_points(tmp_path) == points[:-1]
     scaling.write_points(tmp_path, points)
     assert (tmp_path / "scaling.csv").read_text() == text and scaling.read_points(tmp_path) == points
+
+
+@pytest.mark.slow
+def test_a_point_on_two_hosts(tmp_path):
+    study, layout = Study(width=16, depth=2, warmup=1, steps=2), Layout(2, 2, 2, 3, "alltoall", 1, megabits=100)
+    try:
+        (point,) = scaling.run_study([layout], study, tmp_path, progress=False)
+    except UserError as error:
+        pytest.skip(str(error))
+    assert point.layout == layout and point.result.sent_bytes > 0 and scaling.read_points(tmp_path) == [point]
 
 
 def test_a_command_error_is_one_sentence(tmp_path):

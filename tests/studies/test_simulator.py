@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -16,8 +17,8 @@ from unifmoe_dist.dispatch.nodes import nodes_of
 from unifmoe_dist.dispatch.two_level import TwoLevelDispatcher
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.studies.scaling.cards import CARDS, card_model
-from unifmoe_dist.studies.scaling.cost_model import CostModel
-from unifmoe_dist.studies.scaling.crossings import Crossings, flat_legs, two_level_legs
+from unifmoe_dist.studies.scaling.cost_model import CostModel, Workload
+from unifmoe_dist.studies.scaling.crossings import Crossings, Leg, flat_legs, two_level_legs
 from unifmoe_dist.studies.scaling.prediction import Model
 from unifmoe_dist.studies.scaling.recorded_routing import RecordedLayer, synthetic_layer, write_routing
 from unifmoe_dist.studies.scaling.simulator import Job, Links, group_size, simulate
@@ -39,8 +40,8 @@ def test_a_step_worked_by_hand():
     """Two ranks of one node with an expert of 2 x 4 and a token each, of 4 blocks of one channel; all use expert 0."""
     layer = RecordedLayer(np.array([[1, 0], [1, 0]], bool), np.array([[1, 0, 0, 0]] * 2, bool), 2, 4, False)
     job = Job([layer], tokens=1, dense_parameters=10, itemsize=4)
-    links = Links(2, 8e-9, 1.0, node_latency=0.25, message=0.5, overlap=False)  # a byte takes a second
-    (step,) = simulate(job, 2, RATES, links, ["alltoall"])
+    links = Links(2, 8e-9, 1.0, node_latency=0.25, message=0.5)  # a byte takes a second
+    (step,) = simulate(job, 2, RATES, Links(2, math.inf, 1.0, copying=links), ["alltoall"])
     assert (step.experts, step.expert_parallel) == (2, 2)
     block = 1e-3 * 4 * 2  # seconds forward: a channel of width 2
     found = step.seconds
@@ -52,13 +53,40 @@ def test_a_step_worked_by_hand():
     # rank 1's token: counts 16; 8 + 4 + 4 + 1 up to 32 bytes there; a row of 8 home; 8 there; 8 + 4 up to 16 home
     assert found["near"] == pytest.approx(5 * (0.25 + 0.5) + 16 + 32 + 8 + 8 + 16) and found["far"] == 0
     assert step.near_bytes == 16 + 32 + 8  # that rank 1 sends: counts, its token, and the gradient of what came back
-    ring = 2 * 4 * 10 * 1 / 2
-    assert found["all_reduce"] == pytest.approx(2 * 0.25 + ring)  # experts have no replicas
+    assert found["all_reduce"] == 0  # what copying takes was measured, here 0
     assert found["optimizer"] == pytest.approx(0.1 * (10 / 2 + 16))
     assert step.memory == 8 * (10 + 16) + 8 * (10 / 2 + 16) + 2 * 8 * 2 + 32
     assert step.tokens_per_second == pytest.approx(2 / step.total)
-    (hidden,) = simulate(job, 2, RATES, replace(links, overlap=True), ["alltoall"])
-    assert step.total - hidden.total == pytest.approx(block * (1 + 10 / 4))  # the shared expert's time, both ways
+    (hidden,) = simulate(job, 2, RATES, links, ["alltoall"])
+    assert found["near"] - hidden.seconds["near"] == pytest.approx(block * (1 + 10 / 4))  # the shared expert, both ways
+    ring = 4 * 10 * 1 / 2  # bytes of a round; ZeRO gathers after two of them; experts have no replicas
+    assert hidden.seconds["all_reduce"] == pytest.approx(3 * (0.25 + ring))
+
+
+def test_what_a_slow_link_adds_to_copying():
+    """Two nodes of a rank each; and of two, which share a link twice as fast."""
+    layer = RecordedLayer(np.array([[0, 1], [1, 0]], bool), np.array([[1, 0, 0, 0]] * 2, bool), 2, 4, False)
+    job, copied = Job([layer], tokens=1, dense_parameters=10, itemsize=4), Links(4, 8e-9, 8e-9)
+    found, alone = (
+        simulate(job, 2, RATES, Links(1, math.inf, gbps, shared=True, copying=copied), ["alltoall"])[0].seconds
+        for gbps in (4e-9, math.inf)
+    )
+    # counts 16, a token 32 there, 8 home, 8 there, 16 home, at half the speed, beside which the shared expert computes
+    assert found["far"] == pytest.approx(2 * (16 + 32 + 8 + 8 + 16) - 1e-3 * 8 * (1 + 10 / 4))
+    assert found["near"] == alone["near"] == 16 + 32 + 8 + 8 + 16 and alone["far"] == 0
+    assert found["all_reduce"] == pytest.approx(2 * 3 * 4 * 10 / 2)
+    sent = np.zeros((4, 4))
+    sent[0, 2:] = 8  # rank 0 has all the bytes for the other node
+    assert Links(2, math.inf, 4e-9, shared=True).seconds(Leg("there", "flat", False, sent)) == (0, 16)
+
+
+def test_what_crosses_between_nodes_in_a_ring_is_spread_over_their_links():
+    sizes: dict = dict(layers=1, tokens=1, flops=0, extra_flops=0, groups=0, collectives=0, messages=0, bytes=0)
+    load = Workload(8, 2, 1.0, **sizes, dense_parameters=8, expert_parameters=4, gradient_bytes=1, zero=0)
+    assert [ring.sent for ring in load.rings] == [2 * 7, 2 * 3]
+    # four links for the dense ring; of the ring of every second rank two are on a node
+    assert Links(4, math.inf, 8e-9).rings(load) == pytest.approx(2 * 7 / 4 + 2 * 3 / 2)
+    assert Links(8, 8e-9, 1e-30).rings(load) == pytest.approx(2 * 7 + 2 * 3)
 
 
 def predicted(links: Links, ranks: int = 16, card: str = "h200", gated: bool = False, experts: int = 32, **model):

@@ -179,6 +179,15 @@ def enter(first_process: int) -> None:
                 raise OSError(ctypes.get_errno(), f"the {kind} namespace of process {first_process} is closed")
 
 
+def become_rank(first_processes: Sequence[int]) -> None:
+    """Become a rank of a job spread evenly over hosts, given by first processes, as their launchers would start it."""
+    rank, here = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) // len(first_processes)
+    enter(first_processes[rank // here])
+    place = {"LOCAL_RANK": rank % here, "LOCAL_WORLD_SIZE": here, "MASTER_ADDR": f"{SUBNET}.1"}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0" if len(first_processes) > 1 else "lo"
+
+
 def sent_bytes(process: str = "/proc/thread-self") -> int:
     """What eth0 of a process's network has sent so far."""
     (line,) = re.findall(r"^ *eth0: *(.*)$", Path(process, "net/dev").read_text(), re.M)

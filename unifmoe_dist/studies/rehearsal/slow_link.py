@@ -7,7 +7,6 @@ two hosts and on one of them. Bytes are those that the hosts' interfaces count, 
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ from unifmoe_dist.layer import UniFMoELayer
 from unifmoe_dist.routing import Router
 from unifmoe_dist.runtime.ranks import Ranks, running_ranks, seed_everything
 from unifmoe_dist.studies.meters import seconds
-from unifmoe_dist.studies.rehearsal.hosts import SUBNET, enter, sent_bytes
+from unifmoe_dist.studies.rehearsal.hosts import become_rank, sent_bytes
 from unifmoe_dist.studies.scaling.measured_step import Layout, Study, digits_batch, train_config
 from unifmoe_dist.studies.scaling.step_split import split_step
 from unifmoe_dist.studies.scaling.volume import synthetic_tokens
@@ -79,22 +78,12 @@ class Sizes:
     steps: int = 10
 
 
-def enter_host(first_processes: Sequence[int], hosts: int) -> None:
-    """Become a rank of a job on `hosts` hosts, with their first processes, as their launchers would start it."""
-    rank = int(os.environ["RANK"])
-    here = RANKS // hosts
-    enter(first_processes[rank // here])
-    place = {"LOCAL_RANK": rank % here, "LOCAL_WORLD_SIZE": here, "MASTER_ADDR": f"{SUBNET}.1"}
-    os.environ.update({name: str(value) for name, value in place.items()})
-    os.environ["GLOO_SOCKET_IFNAME"] = "eth0" if hosts > 1 else "lo"
-
-
 # -- one run with each ---------------------------------------------------------------------------------------------
 
 
 def train(first_processes: Sequence[int], dispatcher: str, sizes: Sizes) -> Trained:
     """Run on every rank of a job: a short run over two hosts, whose names tell `two_level` the nodes."""
-    enter_host(first_processes, 2)
+    become_rank(first_processes)
     study = Study(width=72, blocks=BLOCKS)  # narrow, so that gradients of the dense part are a small share of bytes
     config = train_config(Layout(EXPERTS, RANKS, RANKS, sizes.batch, dispatcher, 1), study)
     with running_ranks(RANKS) as ranks:
@@ -123,7 +112,7 @@ def time_exchanges(first_processes: Sequence[int], hosts: int, sizes: Sizes) -> 
     "exchange, k": one layer's exchange alone, of tokens with `k` experts each, or as many as a router chooses. "layer":
     all of a layer with narrow experts, in chunks. Contenders are flat and two_level, on one host also what auto takes.
     """
-    enter_host(first_processes, hosts)
+    become_rank(first_processes[:hosts])
     with running_ranks(RANKS) as ranks:
         result: dict[str, dict[str, Timing]] = {}
         names = {"flat": ("alltoall", None), "two_level": ("two_level", RANKS_PER_HOST)}

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import nnls
@@ -52,6 +52,13 @@ UNITS = {
 }
 DESCRIBED = ("alltoall", "two_level", "local")
 _LEAST_POINTS = 6
+
+
+class Ring(NamedTuple):
+    sent: float  # bytes by each rank
+    steps: int
+    ranks: int
+    apart: int  # from one of them to the next
 
 
 @dataclass(frozen=True)
@@ -90,14 +97,14 @@ class Workload:
         return self.dense_parameters / self.ranks + self.expert_parameters / self.replicas
 
     @property
-    def ring_bytes(self) -> float:
-        """Bytes that a rank sends to sum gradients in rings: dense over all ranks, experts over their replicas."""
-        parts = ((self.dense_parameters, self.ranks), (self.expert_parameters, self.replicas))
-        return sum(2 * self.gradient_bytes * number * (n - 1) / n for number, n in parts)
+    def rings(self) -> list[Ring]:
+        """Gradients are summed in rings, dense ones over all ranks, those of experts over their replicas.
 
-    @property
-    def ring_steps(self) -> int:
-        return 2 * (self.ranks - 1) + 2 * (self.replicas - 1)
+        With ZeRO, DeepSpeed does that all the same, and then gathers what each rank updated.
+        """
+        rounds = 3 if self.zero else 2
+        parts = ((self.dense_parameters, self.ranks, 1), (self.expert_parameters, self.replicas, self.expert_parallel))
+        return [Ring(rounds * self.gradient_bytes * x * (n - 1) / n, rounds * (n - 1), n, by) for x, n, by in parts]
 
     def features(self, seconds_per_flop: float) -> dict[str, list[float]]:
         """What each term's coefficients multiply, in the order of UNITS."""
@@ -108,7 +115,7 @@ class Workload:
             "route": [c * self.layers, c * self.layers * self.tokens],
             "dense": [c, c * self.tokens, c * self.held],
             "exchange": [c * self.collectives, c * self.messages, c * self.bytes, c * late],
-            "all_reduce": [c * self.ring_steps, c * self.ring_bytes],
+            "all_reduce": [c * sum(r.steps for r in self.rings), c * sum(r.sent for r in self.rings)],
             "optimizer": [c, c * self.updated, c * self.held],
         }
 
@@ -119,6 +126,7 @@ def workload(point: Point, study: Study) -> Workload:
     tokens = result.tokens / layout.ranks
     per_block = STEP_FLOPS[0] * study.width * (4 * study.width // study.blocks)
     mean = layers * tokens * result.blocks_per_token
+    calls = 1 + (layout.dispatcher == "two_level" and layout.expert_parallel > study.ranks_of_node(layout))
     return Workload(
         ranks=layout.ranks,
         expert_parallel=layout.expert_parallel,
@@ -127,7 +135,7 @@ def workload(point: Point, study: Study) -> Workload:
         tokens=tokens,
         flops=per_block * mean,
         extra_flops=per_block * max(0.0, result.rank_blocks - mean),
-        groups=layers * study.blocks * (1 + layout.experts / layout.expert_parallel),
+        groups=layers * study.blocks * (1 + calls * layout.experts / layout.expert_parallel),
         collectives=result.exchange_collectives,
         messages=result.exchange_messages,
         bytes=result.exchange_bytes,
@@ -172,7 +180,7 @@ class CostModel:
 
 @dataclass(frozen=True)
 class Check:
-    """A fit, the points that it saw ("fitted") and those that it did not ("held out").
+    """A fit, the points that it saw ("fitted") and those that it did not ("held out" on one host, and "slow link").
 
     Errors, one for each point, are |predicted - measured| / measured of the step.
     """
@@ -195,13 +203,14 @@ def described(points: Sequence[Point]) -> list[Point]:
 
 
 def hold_out(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
-    """Points to fit and points to check: the largest K at each rank count, and every fourth of the others."""
+    """Points to fit, and to check: the largest K at each rank count, every fourth of the others, and slow links."""
     fitted = [p for i, p in enumerate(_below_largest(points)) if i % 4 != 3]
     return fitted, [p for p in points if p not in fitted]
 
 
 def _below_largest(points: Sequence[Point]) -> list[Point]:
-    """The points whose K is not the largest of their rank count."""
+    """The points on one host whose K is not the largest of their rank count there."""
+    points = [p for p in points if not p.layout.megabits]
     layouts = [p.layout for p in points]
     return [p for p in points if p.layout.experts < max(x.experts for x in layouts if x.ranks == p.layout.ranks)]
 
@@ -225,7 +234,9 @@ def check(points: Sequence[Point], study: Study, predict: Callable[[CostModel, P
             "all: the same command with more values of --experts or --batch measures what is missing."
         )
     model = CostModel.fit([workload(p, study) for p in fitted], [p.result for p in fitted])
-    groups = {"fitted": fitted, "held out": held_out}
+    slow = [p for p in held_out if p.layout.megabits]
+    groups = {"fitted": fitted, "held out": [p for p in held_out if p not in slow], "slow link": slow}
+    groups = {name: group for name, group in groups.items() if group}
     return Check(model, groups, {name: [predict(model, p) for p in group] for name, group in groups.items()})
 
 

@@ -22,6 +22,7 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.expert_layer import ExpertLayer
 from unifmoe_dist.runtime.ranks import Ranks, running_ranks, seed_everything
 from unifmoe_dist.studies.meters import process_peak, seconds
+from unifmoe_dist.studies.rehearsal.hosts import become_rank
 from unifmoe_dist.studies.scaling.recorded_routing import RecordedLayer
 from unifmoe_dist.studies.scaling.step_split import PARTS, split_step
 from unifmoe_dist.studies.scaling.volume import Traffic, counting_bytes, minimum_volume, padded_volume
@@ -41,11 +42,12 @@ class Layout:
     batch: int  # images per rank and step, five tokens each
     dispatcher: str  # how tokens reach experts on other ranks
     zero: int  # ZeRO stage
+    megabits: int = 0  # Mbit/s between two hosts, made of namespaces, with half of the ranks each; 0: one host
 
     def __str__(self) -> str:
         return (
             f"K={self.experts} ranks={self.ranks} ep={self.expert_parallel} batch={self.batch} "
-            f"{self.dispatcher} zero={self.zero}"
+            f"{self.dispatcher} zero={self.zero}{f' megabits={self.megabits}' * (self.megabits > 0)}"
         )
 
 
@@ -72,6 +74,11 @@ class Study:
     @property
     def layers(self) -> list[int]:
         return list(range(1, self.depth, 2))
+
+    def ranks_of_node(self, layout: Layout) -> int:
+        """What a node is to the dispatcher of a layout."""
+        given = self.ranks_per_node if layout.dispatcher == "two_level" else 0
+        return layout.ranks // 2 if layout.megabits else given or layout.ranks
 
     @property
     def itemsize(self) -> int:
@@ -150,9 +157,16 @@ def train_config(layout: Layout, study: Study) -> TrainConfig:
     return config
 
 
-def measure(layout: Layout, study: Study) -> tuple[Measurement, list[RecordedLayer]]:
-    """Measure one point; runs on every rank of its job. With it, what all ranks' tokens decided in one of the steps."""
+def measure(
+    layout: Layout, study: Study, first_processes: Sequence[int] = ()
+) -> tuple[Measurement, list[RecordedLayer]]:
+    """Measure one point; runs on every rank of its job. With it, what all ranks' tokens decided in one of the steps.
+
+    Hosts, if there are several, are given by their first processes.
+    """
     config = train_config(layout, study)
+    if first_processes:
+        become_rank(first_processes)
     with running_ranks(layout.expert_parallel) as ranks:
         seed_everything(0)
         batch = digits_batch(layout.batch, ranks.rank)

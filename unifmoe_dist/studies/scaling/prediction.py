@@ -91,5 +91,7 @@ def describe(model: Model, card: str, links: Links) -> str:
         f"d = {model.width}, {model.depth} layers, every second upcycled, {kind} FFNs, {model.tokens} tokens per rank, "
         f"{card}, {links.ranks_per_node} ranks per node, {links.node_gbps:g} / {links.link_gbps:g} Gbit/s in / between "
         f"nodes\n\n{CARDS[card].sources} Links: speeds and latencies as given. Gradients are summed after the backward "
-        "pass, in rings; nothing of that is hidden. Experts lie in the order of their numbers."
+        "pass, in rings; nothing of that is hidden. Experts lie in the order of their numbers. Memory: weights, "
+        "gradients, states, rows kept and in flight, and what the rest of the model keeps; buffers of DeepSpeed and of "
+        "the allocator come on top."
     )

@@ -43,7 +43,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def plot_study(points: Sequence[Point], study: Study, folder: Path) -> list[Path]:
-    """Write scaling.png: one figure for each batch, dispatcher, ZeRO stage and expert-parallel choice measured.
+    """Write scaling.png: one figure for each batch, dispatcher, ZeRO stage, link and expert-parallel choice measured.
 
     A second and later figure is named for what sets it apart. Points where every rank holds all experts belong to
     the figures of every dispatcher. Of several expert-parallel sizes at the same K and ranks, the largest is drawn.
@@ -51,16 +51,17 @@ def plot_study(points: Sequence[Point], study: Study, folder: Path) -> list[Path
     layouts = [p.layout for p in points]
     exchanging = sorted({x.dispatcher for x in layouts if x.dispatcher != "local"}) or ["local"]
     written: list[Path] = []
-    for batch, zero, dispatcher in product(
-        sorted({x.batch for x in layouts}), sorted({x.zero for x in layouts}), exchanging
-    ):
+    varied = (sorted({getattr(x, name) for x in layouts}) for name in ("batch", "zero", "megabits"))
+    for batch, zero, megabits, dispatcher in product(*varied, exchanging):
         widest = {
             (p.layout.ranks, p.layout.experts): p
             for p in sorted(points, key=lambda p: p.layout.expert_parallel)
-            if (p.layout.batch, p.layout.zero) == (batch, zero) and p.layout.dispatcher in (dispatcher, "local")
+            if (p.layout.batch, p.layout.zero, p.layout.megabits) == (batch, zero, megabits)
+            and p.layout.dispatcher in (dispatcher, "local")
         }
         if widest:
-            name = f"scaling-batch{batch}-{dispatcher}-zero{zero}.png" if written else "scaling.png"
+            link = f"-megabits{megabits}" * (megabits > 0)
+            name = f"scaling-batch{batch}-{dispatcher}-zero{zero}{link}.png" if written else "scaling.png"
             written.append(_figure([widest[key] for key in sorted(widest)], study, folder / name))
     return written
 
@@ -101,18 +102,19 @@ def _figure(points: list[Point], study: Study, path: Path) -> Path:
     busy = max(p.result.contention for p in points)
     note = f" (cores shared, up to {busy:.1f} times as slow)" if busy >= 1.1 else ""
     last = points[-1]  # the most ranks
+    link = f", {last.layout.megabits} Mbit/s between two hosts" * (last.layout.megabits > 0)
     figure.suptitle(
         f"UniF-MoE training steps on {last.result.device.upper()} ranks{note}: {last.layout.dispatcher}, ZeRO "
         f"{last.layout.zero}, {last.result.tokens // last.layout.ranks} tokens per rank, width {study.width}, "
-        f"{len(study.layers)} MoE layers, B = {study.blocks}, {study.precision}",
+        f"{len(study.layers)} MoE layers, B = {study.blocks}, {study.precision}{link}",
         fontsize=11,
     )
     return save(figure, path)
 
 
 def _log_ticks(axis: Axis) -> None:
-    """Labelled ticks at 1, 2, 3, 5 per decade, or evenly spaced ones where too few of these lie in the range."""
-    axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    """Labelled ticks at 1, 2, 5 per decade, or evenly spaced ones where too few of these lie in the range."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.10g}"))
 
@@ -154,7 +156,8 @@ def plot_check(result: Check, path: Path) -> Path:
     figure = new_figure(5.2, 4.6)
     axis = figure.subplots()
     limits = []
-    for (name, points), colour, marker in zip(result.points.items(), ("#2166ac", "#d55e00"), "oD", strict=False):
+    colours = "#2166ac", "#d55e00", "#009e73"
+    for (name, points), colour, marker in zip(result.points.items(), colours, "oD^", strict=False):
         measured = [1e3 * p.result.step for p in points]
         predicted = [1e3 * seconds for seconds in result.predicted[name]]
         axis.scatter(measured, predicted, color=colour, marker=marker, s=28, label=name, zorder=3)

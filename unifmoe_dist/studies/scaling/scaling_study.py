@@ -6,7 +6,8 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from itertools import product
 from pathlib import Path
@@ -20,6 +21,7 @@ from unifmoe_dist.files import write_text
 from unifmoe_dist.runtime import heartbeat
 from unifmoe_dist.runtime.local_ranks import check_world_size, run_local_ranks
 from unifmoe_dist.studies.records import csv_text, markdown
+from unifmoe_dist.studies.rehearsal.hosts import Network
 from unifmoe_dist.studies.scaling.measured_step import Layout, Measurement, Point, Study, measure, train_config
 from unifmoe_dist.studies.scaling.recorded_routing import write_routing
 
@@ -31,6 +33,7 @@ def grid(
     batch: Sequence[int],
     dispatchers: Sequence[str],
     zero: Sequence[int],
+    megabits: Sequence[int] = (0,),
 ) -> tuple[list[Layout], int]:
     """Every layout of the grid that can exist, in the order of rank counts, and the number of those that cannot.
 
@@ -43,21 +46,23 @@ def grid(
     for name, values in (("--experts", experts), ("--ranks", ranks), ("--batch", batch)):
         if min(values) < 1:
             raise UserError(f"{name} must be at least 1, not {min(values)}.")
+    if min(megabits) < 0:
+        raise UserError(f"--megabits must be at least 0, not {min(megabits)}.")
     for world in ranks:
         check_world_size(world)
     layouts: dict[Layout, None] = {}  # a set that keeps the order
     left_out, choices = 0, (sorted(set(ranks)), sorted(set(experts)), expert_parallel, batch, dispatchers, zero)
-    for world, k, size, images, name, stage in product(*choices):
+    for world, k, size, images, name, stage, rate in product(*choices, megabits):
         size = size or (1 if name == "local" else math.gcd(k, world))
-        if k % size or world % size or (name == "local" and size > 1):
+        if k % size or world % size or (name == "local" and size > 1) or (rate and world % 2):
             left_out += 1
             continue
         dispatcher = "local" if size == 1 else "alltoall" if name == "auto" else name
-        layouts[Layout(k, world, size, images, dispatcher, stage)] = None
+        layouts[Layout(k, world, size, images, dispatcher, stage, rate)] = None
     if not layouts:
         raise UserError(
             "no combination of --experts, --ranks and --expert-parallel-size is possible: the size must divide both "
-            "other numbers, and dispatcher local needs size 1."
+            "other numbers, dispatcher local needs size 1, and two hosts share ranks evenly."
         )
     return list(layouts), left_out
 
@@ -89,11 +94,13 @@ def run_study(layouts: Sequence[Layout], study: Study, folder: Path, progress: b
             bar.set_postfix_str(str(layout))
             heartbeat.doing(f"{len(done)} of {len(layouts)} points done, at {layout}")
             try:
-                (result, routing), *_ = run_local_ranks(layout.ranks, measure, layout, study, threads=study.threads)
+                with _hosts(layout.megabits) as first:
+                    of_ranks = run_local_ranks(layout.ranks, measure, layout, study, first, threads=study.threads)
             except RuntimeError as error:  # out of memory, say: the others can still be measured
                 failures.append(f"{layout}: {str(error).strip().splitlines()[-1]}")
                 tqdm.write(f"{layout} failed: {error}")
             else:
+                result, routing = of_ranks[0]
                 done[layout] = Point(layout, result)
                 path = routing_file(folder, layout)
                 path.parent.mkdir(exist_ok=True)
@@ -106,6 +113,17 @@ def run_study(layouts: Sequence[Layout], study: Study, folder: Path, progress: b
             f"same command tries the missing ones again. First failure: {failures[0]}"
         )
     return [done[layout] for layout in layouts]
+
+
+@contextmanager
+def _hosts(megabits: int) -> Iterator[list[int]]:
+    """First processes of two hosts with so fast a link, or nothing for 0."""
+    if not megabits:
+        yield []
+        return
+    with Network() as network:
+        network.limit(megabits)
+        yield [host.pid for host in network.hosts]
 
 
 def agree_on_study(folder: Path, study: Study) -> None:
@@ -169,6 +187,7 @@ def format_points(points: Iterable[Point]) -> str:
             "batch": p.layout.batch,
             "dispatcher": p.layout.dispatcher,
             "ZeRO": p.layout.zero,
+            "Mbit/s": p.layout.megabits or "",
             "tokens/s": f"{p.result.tokens_per_second:,.0f}",
             "step (ms)": f"{1e3 * p.result.step:.1f}",
             "bytes/token, sent": f"{p.result.sent_bytes:,.0f}",

@@ -8,11 +8,14 @@ Ranks wait for each other in every exchange, so the busiest one's residual exper
 An exchange takes, on the rank where that is longest, the latency, so much for each message, and its bytes over the
 bandwidth, in the direction that has more of them; links inside and between nodes work side by side. Tokens travel while
 the shared expert is computed, and in the two-level exchange rows come home while the residual experts compute the
-node's own tokens; what is hidden so takes no time. CPU ranks hide nothing: their cores copy what travels.
+node's own tokens; what is hidden so takes no time. CPU ranks copy what travels by the cores that compute, which nothing
+hides; a slow link between hosts comes on top.
 """
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,6 +43,8 @@ PARTS = {
 
 
 EXCHANGES = FLAT, LEVELS = "alltoall", "two_level"
+_PAYLOAD = 1448 / 1514
+"""Of an Ethernet frame what TCP carries."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,8 @@ class Links:
     node_latency: float = 0.0  # seconds until a message inside a node arrives
     link_latency: float = 0.0  # seconds until one between nodes arrives
     message: float = 0.0  # seconds for which each message occupies its sender
-    overlap: bool = True  # whether ranks compute while bytes travel
+    shared: bool = False  # whether the ranks of a node share one link, so many times as fast, to other nodes
+    copying: Links | None = None  # what cores that compute take for each collective besides
 
     def __post_init__(self) -> None:
         for name in ("ranks_per_node", "node_gbps", "link_gbps"):
@@ -60,12 +66,15 @@ class Links:
                 raise UserError(f"{name} must be above 0, not {getattr(self, name)}.")
 
     @staticmethod
-    def fitted(model: CostModel, ranks_per_node: int, slowed: float) -> Links:
-        """Those of ranks that were measured on one host, as if it were several; shared cores slow what they copy."""
+    def fitted(model: CostModel, ranks_per_node: int, slowed: float, megabits: float = math.inf) -> Links:
+        """Of CPU ranks whose cores, slowed by sharing, copy as where they were measured; nodes share links so fast."""
         collective, message, byte, _ = model.coefficients["exchange"]
-        gbps = 8e-9 / (slowed * byte) if byte else 1e9
-        latency = slowed * collective
-        return Links(ranks_per_node, gbps, gbps, latency, latency, slowed * message, overlap=False)
+        gbps = 8e-9 / (slowed * byte) if byte else math.inf
+        copying = Links(
+            sys.maxsize, gbps, gbps, slowed * collective, message=slowed * message
+        )  # alike wherever it goes
+        link = 1e-3 * _PAYLOAD * megabits / ranks_per_node
+        return Links(ranks_per_node, math.inf, link, shared=True, copying=copying)
 
     def split(self, sent: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Bytes (R, R) inside and between nodes."""
@@ -75,8 +84,12 @@ class Links:
 
     def seconds(self, leg: Leg) -> tuple[float, float]:
         """Of one collective, inside and between nodes."""
-        kinds = ((self.node_gbps, self.node_latency), (self.link_gbps, self.link_latency))
-        return tuple(self._longest(x, *kind) for x, kind in zip(self.split(leg.bytes), kinds, strict=True))  # type: ignore[return-value]
+        near, far = self.split(leg.bytes)
+        if self.shared:
+            p = self.ranks_per_node
+            far = far.reshape(len(far) // p, p, -1, p).sum((1, 3)) / p
+        inside = self._longest(near, self.node_gbps, self.node_latency)
+        return inside, self._longest(far, self.link_gbps, self.link_latency)
 
     def _longest(self, sent: np.ndarray, gbps: float, latency: float) -> float:
         if not sent.any():
@@ -84,11 +97,15 @@ class Links:
         messages, most = (sent > 0).sum(1), np.maximum(sent.sum(0), sent.sum(1))
         return latency + float((self.message * messages + 8e-9 / gbps * most).max())
 
-    def ring(self, load: Workload) -> float:
-        """Seconds of the rings that sum gradients: as slow as their slowest link."""
-        far = load.ranks > self.ranks_per_node
-        gbps, latency = (self.link_gbps, self.link_latency) if far else (self.node_gbps, self.node_latency)
-        return load.ring_steps * latency + 8e-9 * load.ring_bytes / gbps
+    def rings(self, load: Workload) -> float:
+        """Seconds of the rings that sum gradients; what crosses is spread over the links of a node."""
+        total = 0.0
+        for ring in load.rings:
+            on_node = max(1, self.ranks_per_node // ring.apart)
+            far = ring.ranks > on_node
+            speed = min(self.node_gbps, on_node * self.link_gbps) if far else self.node_gbps
+            total += ring.steps * (self.link_latency if far else self.node_latency) + 8e-9 * ring.sent / speed
+        return total
 
 
 @dataclass(frozen=True)
@@ -150,8 +167,7 @@ def simulated(model: CostModel, point: Point, study: Study, layers: Sequence[Rec
         zero=layout.zero,
         contention=result.contention,
     )
-    nodes_of = study.ranks_per_node if layout.dispatcher == LEVELS else 0
-    links = Links.fitted(model, nodes_of or layout.ranks, result.contention)
+    links = Links.fitted(model, study.ranks_of_node(layout), result.contention, layout.megabits or math.inf)
     (step,) = simulate(job, layout.ranks, model, links, [layout.dispatcher], layout.expert_parallel)
     return step
 
@@ -174,7 +190,10 @@ def _step(
             job.contention * rate * f[layer.gated] * layer.model_dim * layer.hidden_dim / layer.num_blocks
             for f in (FORWARD_FLOPS, STEP_FLOPS)
         )
-        groups = job.contention * per_group * layer.num_blocks * np.array([1, x.experts]) * forward / whole
+        levels = exchange == LEVELS and size > links.ranks_per_node  # on one node the two exchanges are one
+        groups = (
+            job.contention * per_group * layer.num_blocks * np.array([1, x.experts * (1 + levels)]) * forward / whole
+        )
         residual, shared = x.blocks.sum(0), x.shared.mean()
         times = np.array([forward * shared, forward * residual.mean()]) + groups
         sums["shared"] += times[0]
@@ -183,11 +202,11 @@ def _step(
         sums["waiting"] += late * whole * (residual.max() - residual.mean())
         flops += whole / (job.contention * rate) * (shared + residual.mean())
         row_bytes = job.itemsize * layer.model_dim
-        if exchange == FLAT or size <= links.ranks_per_node:  # on one node they are one
-            legs, stay = flat_legs(x, row_bytes), 0.0
-        else:
+        if levels:
             legs = two_level_legs(x, row_bytes, per_node)
             stay = forward * float(links.split(x.blocks)[0].sum() / size)
+        else:
+            legs, stay = flat_legs(x, row_bytes), 0.0
         near, far = _exposed(legs, links, forward * shared, stay, whole / forward - 1)
         sums["near"] += near
         sums["far"] += far
@@ -215,8 +234,7 @@ def _step(
     seconds = {name: job.repeats * value for name, value in sums.items()}
     terms = model.predict(load)
     seconds |= {"routing": terms["route"], "rest": terms["dense"], "optimizer": terms["optimizer"]}
-    fitted = any(model.coefficients["all_reduce"])  # on ranks that were measured
-    seconds["all_reduce"] = terms["all_reduce"] if fitted else links.ring(load)
+    seconds["all_reduce"] = terms["all_reduce"] + links.rings(load)
     states = 2 * job.itemsize * load.held + (8 if job.itemsize == 4 else 12) * load.updated
     near_bytes, far_bytes = (job.repeats * link_bytes).max((0, 2))
     return Step(
@@ -242,14 +260,14 @@ def _exposed(legs: Sequence[Leg], links: Links, shared: float, stay: float, back
     compute the node's own tokens for `stay`, where these are on their own. So do their gradients, in a time `backward`
     times as long. A node's own tokens travel beside those between nodes.
     """
+    total = np.sum([links.copying.seconds(leg) for leg in legs], 0) if links.copying else np.zeros(2)
     during = dict(zip(_PASSES, (0.0, shared, stay, backward * shared, backward * stay), strict=True))
-    total = np.zeros(2)
     for is_backward, name in _PASSES:
         found = {leg.level: links.seconds(leg) for leg in legs if (leg.backward, leg.name) == (is_backward, name)}
         own = found.pop("near", (0.0, 0.0))[0] if name != "counts" else 0.0
         seconds = np.array([(near, 0.0) if near > far else (0.0, far) for near, far in found.values()]).sum(0)
         seconds[0] += max(0.0, own - seconds[1])
-        hidden = during[is_backward, name] * links.overlap
+        hidden = during[is_backward, name]
         far_hidden = min(hidden, seconds[1])
         total += seconds - (min(hidden - far_hidden, seconds[0]), far_hidden)
     return float(total[0]), float(total[1])

@@ -1,4 +1,4 @@
-"""Commands whose output nobody reads to its end."""
+"""Commands whose output nobody reads to its end, or has room for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def with_a_status(arguments):
 def for_another_reason(arguments):
     raise BrokenPipeError("of another pipe")
 
-for main in (at_once, at_the_end, with_a_status, for_another_reason):
+def on_a_full_disk(arguments):
+    open("/dev/full", "w").write("words" * 10_000)
+
+for main in (at_once, at_the_end, with_a_status, on_a_full_disk, for_another_reason):
     if (child := os.fork()) == 0:
         reader, writer = os.pipe()
         os.dup2(writer if main is not for_another_reason else 2, 1)
@@ -34,7 +37,9 @@ for main in (at_once, at_the_end, with_a_status, for_another_reason):
 """
 
 
-def test_a_closed_pipe_ends_a_command_without_a_word():
+def test_a_closed_pipe_ends_a_command_without_a_word_and_a_full_disk_with_a_sentence():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
-    assert done.stdout.split("\n") == ["at_once 141", "at_the_end 141", "with_a_status 141", "for_another_reason 1", ""]
+    ends = ["at_once 141", "at_the_end 141", "with_a_status 141", "on_a_full_disk 2", "for_another_reason 1", ""]
+    assert done.stdout.split("\n") == ends
+    assert done.stderr.count("error: the disk is full ([Errno 28] No space left on device); free space") == 1
     assert done.stderr.count("Traceback") == 1 and "BrokenPipeError: of another pipe" in done.stderr

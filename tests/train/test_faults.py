@@ -20,6 +20,7 @@ from unifmoe_dist.dispatch import alltoall
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.layer import UniFMoELayer
 from unifmoe_dist.runtime.watchdog import Watchdog
+from unifmoe_dist.studies.records import read_metrics
 from unifmoe_dist.train import checkpoint, evaluate
 from unifmoe_dist.train.batches import TrainBatches
 
@@ -180,6 +181,9 @@ def test_a_signal_saves_and_resuming_is_exact(tmp_path):
     assert lines_about(stopped, "finishing this step and saving; SIGTERM again leaves at once")
     assert checkpoint.latest(tmp_path / "b/run").name == "step-000003"  # between two evaluations
     assert not (tmp_path / "b/run/summary.json").exists()
+    with (tmp_path / "b/run/metrics.jsonl").open("ab") as lines:
+        lines.write(b'[1]\n\0\xff\n{"kind')  # as a power failure may leave it
+    assert [record["step"] for record in read_metrics(tmp_path / "b/run")][-1] == 3
     assert run_job(tmp_path / "b", 1, words(tmp_path / "b", "--resume", base=SMALL)).statuses == [0]
     one, two = (tensors_of(checkpoint.latest(tmp_path / name / "run")) for name in "ab")
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)

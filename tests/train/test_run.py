@@ -63,10 +63,13 @@ def test_one_job_writes_into_a_folder(tmp_path, monkeypatch, capsys):
     with pytest.raises(UserError, match="another job writes into"):
         with restart.only_writer(tmp_path, ALONE, patience=0):
             pass
+    with pytest.raises(UserError, match="another job writes into"):
+        restart.refuse_taken(tmp_path)  # where advice to delete the folder would be given
     monkeypatch.setattr(restart.time, "sleep", lambda _: other.communicate(b"\n"))
     with restart.only_writer(tmp_path, ALONE, patience=30) as waited:
         assert waited
     assert "waiting for its end" in capsys.readouterr().err
+    restart.refuse_taken(tmp_path)
     with restart.only_writer(tmp_path, ALONE, patience=0) as waited:
         assert not waited
 

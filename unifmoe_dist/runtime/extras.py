@@ -1,7 +1,11 @@
-"""What is said where a library is missing that the extra train brings: the layer and `upcycle` do without them."""
+"""What is said where something is missing: a library that the extra train brings, or room on the disk.
+
+The layer and `upcycle` do without those libraries.
+"""
 
 from __future__ import annotations
 
+import errno
 import sys
 from types import TracebackType
 
@@ -16,7 +20,10 @@ TRAIN = {
 
 
 def explained(error: BaseException) -> BaseException:
-    """A UserError in the place of an error that one of them is missing; another error as it is."""
+    """A UserError in the place of an error that one of them, or room, is missing; another error as it is."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        again = "free space and run the command again, a training run with --resume: what it has saved is whole"
+        return UserError(f"the disk is full ({error}); {again}.")
     name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if name not in TRAIN:
         return error

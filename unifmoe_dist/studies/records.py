@@ -35,13 +35,13 @@ def csv_text(rows: pd.DataFrame | Sequence[Mapping[str, Any]]) -> str:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """All records of a run; a last line that a crash cut short is left out."""
+    """All records of a run; what a crash cut short or spoilt at the end is left out."""
     records = []
-    with (folder / "metrics.jsonl").open() as handle:
+    with (folder / "metrics.jsonl").open(errors="replace") as handle:
         for line in handle:
             try:
-                records.append(json.loads(line))
-            except ValueError:
+                records.append({**json.loads(line)})
+            except (ValueError, TypeError):
                 break
     return records
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.errors import UserError
 from unifmoe_dist.runtime.ranks import running_ranks, world_size_from_environment
 from unifmoe_dist.train.folder import choose_folder
-from unifmoe_dist.train.run import check_shared, only_writer
+from unifmoe_dist.train.run import check_shared, only_writer, refuse_taken
 from unifmoe_dist.train.trainer import Trainer
 
 
@@ -25,7 +26,12 @@ def train(config: TrainConfig, patience: float) -> tuple[Path, dict[str, Any]] |
     """
     world_size = world_size_from_environment()
     config.validate(world_size)
-    folder, parallel = choose_folder(config), config.parallel
+    parallel = config.parallel
+    try:
+        folder = choose_folder(config)
+    except UserError:  # its advice is for a folder that nobody writes into
+        refuse_taken(Path(config.output or ""))
+        raise
     with running_ranks(
         config.expert_parallel_size(world_size),
         parallel.expert_placement,

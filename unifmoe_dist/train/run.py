@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -101,7 +101,7 @@ def only_writer(run: Path, ranks: Ranks, patience: float) -> Iterator[bool]:
         limit = time.monotonic() + patience
         while lock is not None and not take_lock(lock):
             if time.monotonic() >= limit:
-                reason = f"another job writes into {run}; wait for its end, or choose another --output."
+                reason = _taken(run)
                 break
             if not waited:
                 print(f"another job still writes into {run}; waiting for its end", file=sys.stderr, flush=True)
@@ -111,6 +111,21 @@ def only_writer(run: Path, ranks: Ranks, patience: float) -> Iterator[bool]:
         if reason:
             raise UserError(reason)
         yield waited
+
+
+def refuse_taken(run: Path) -> None:
+    """See that no other job writes there; not for a process that holds the folder itself, which would lose it.
+
+    Raises:
+        UserError: one does.
+    """
+    with suppress(OSError), (run / ".lock").open("r+") as lock:  # there is none, or it may not be opened
+        if not take_lock(lock):
+            raise UserError(_taken(run))
+
+
+def _taken(run: Path) -> str:
+    return f"another job writes into {run}; wait for its end, or choose another --output."
 
 
 def _lock_file(run: Path) -> Any:

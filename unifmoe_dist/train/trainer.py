@@ -363,8 +363,8 @@ class Trainer:
             checkpoint.prune(folder.parent, self.config.keep_checkpoints)
             metrics = self.folder / "metrics.jsonl"
             if metrics.is_file():  # lines written after the checkpoint will be written again
-                lines = [line for line in metrics.read_text().splitlines() if _step_of(line) <= self.step]
-                write_text(metrics, "".join(line + "\n" for line in lines))
+                lines = metrics.read_text(errors="replace").splitlines()
+                write_text(metrics, "".join(f"{line}\n" for line in lines if _step_of(line) <= self.step))
         self.ranks.barrier()
 
 
@@ -395,5 +395,5 @@ def summarise(config: TrainConfig, score: Score) -> dict[str, Any]:
 def _step_of(line: str) -> int:
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, TypeError):
         return 2**62  # a line cut short by a crash

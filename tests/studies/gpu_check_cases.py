@@ -100,7 +100,7 @@ def test_one_rank(record, monkeypatch):
 
 
 def test_benchmark(record, monkeypatch):
-    monkeypatch.setattr(device, "kernels", nullcontext)  # the interpreter is too slow to time
+    monkeypatch.setattr(device, "kernels", lambda **options: nullcontext())  # the interpreter is too slow to time
     shapes = [replace(UNIFORM[0], **SMALL), replace(VISION, **SMALL, block_compute=5.0)]
     monkeypatch.setattr(timing, "_shapes", lambda on_card: shapes)
     monkeypatch.setattr(device, "driver", lambda fields: dict.fromkeys(fields.split(","), "1"))
@@ -114,6 +114,8 @@ def test_benchmark(record, monkeypatch):
     assert found["self-test: a case"] == "ok" and found["self-test: another"] == "failed"
     rows = record.tables["own, vision, N = 24, router as it starts"]["rows"]
     assert {"dense FFN", "dense FFN, in a CUDA graph", "UniF-MoE", "UniF-MoE, in a CUDA graph"} <= {r[""] for r in rows}
+    measured = {row[""] for row in record.tables["own, vision, N = 24, C_B = 5"]["rows"]}
+    assert {f"UniF-MoE, {variant}, in a CUDA graph" for variant in timing.VARIANTS} == measured - {r[""] for r in rows}
     assert all(float(row["made ready (s)"]) >= 0 for row in rows)
     assert min(float(row["forward / dense"]) for row in rows if row[""].startswith("dense")) == 1
 

@@ -12,7 +12,12 @@ import pytest
 
 from unifmoe_dist.studies.kernel_estimates.cases import CARDS, LOADS, Load
 from unifmoe_dist.studies.kernel_estimates.compiled import Compiled, Launch
-from unifmoe_dist.studies.kernel_estimates.estimate import floor_microseconds, lines, programs_per_processor
+from unifmoe_dist.studies.kernel_estimates.estimate import (
+    floor_microseconds,
+    inference_microseconds,
+    lines,
+    programs_per_processor,
+)
 from unifmoe_dist.studies.kernel_estimates.page import section
 from unifmoe_dist.studies.kernel_estimates.work import work_of
 
@@ -45,8 +50,11 @@ def test_every_launch_of_a_step_has_a_line(gated):
     assert all(line.made.shared_memory <= card.shared_memory for line in found)
     page = section("a shape", load, card, found)
     assert page.count("\n| ") == len(found) + 2 and ("gated" in page) == gated
-    forward, floor = sum(line.microseconds for line in found if not line.backward), floor_microseconds(load, card)
-    assert f"Forward **{forward:.0f} µs**, {forward / floor:.2f} times the floor" in page
+    forward, floor = [line for line in found if not line.backward], floor_microseconds(load, card)
+    training = sum(line.microseconds for line in forward)
+    inference = sum(inference_microseconds(line, load, card) for line in forward)
+    assert f"Forward **{inference:.0f} µs**, {inference / floor:.2f} times the floor" in page
+    assert inference <= training and f"({training:.0f} in training" in page
 
 
 def test_programs_that_a_multiprocessor_holds():
@@ -59,17 +67,23 @@ def test_programs_that_a_multiprocessor_holds():
 
 @pytest.mark.parametrize("gated,matrices", [(False, 2), (True, 3)])
 def test_operations_are_those_of_the_equations(gated, matrices):
-    """2 per weight and row for each matrix forward, and 4 backward, where the keys are multiplied once more."""
+    """2 per weight and row for each matrix forward, and 4 backward, where the keys are multiplied once more for tiles
+    of which nothing was kept."""
     load = Load(1000, 64, 256, 3, 4, 6.0, gated)
-    given = dict(E=4, B=4, PARTS=1, M=64, TILE_ROWS=16, BLOCK_D=64, BLOCK_H=64)
+    given = dict(E=4, B=4, PARTS=1, M=64, TILE_ROWS=16, TAIL_ROWS=16, kept_tiles=0, BLOCK_D=64, BLOCK_H=64)
     rows, padded = 6000, 6000 + 16 * 8
     forward = work_of(launch("ffn_kernel", BACKWARD=False, **given), load)
     assert forward.operations == 2 * matrices * padded * 64 * 64
     backward = work_of(launch("ffn_kernel", BACKWARD=True, **given), load).operations
     weights = work_of(launch("weight_grad_kernel", **given), load).operations
     assert weights == 2 * matrices * rows * 64 * 64
+    wide = work_of(launch("weight_grad_kernel", **given | dict(BLOCK_D=128)), load)
+    assert wide.operations == 2 * weights
     again = 2 * (matrices - 1) * padded * 64 * 64
     assert backward == forward.operations + again
+    short = {**given, "TAIL_ROWS": 4, "kept_tiles": 1000}
+    kept = work_of(launch("ffn_kernel", BACKWARD=True, **short), load)
+    assert kept.operations == 2 * matrices * (rows + 4 * 8) * 64 * 64
     assert work_of(launch("overflow_kernel", **given), load) is None
 
 

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.jobs import run_job
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.errors import UserError
+from unifmoe_dist.kernels import use_kernels
 from unifmoe_dist.studies.memory import budget as memory
 from unifmoe_dist.studies.memory.deepspeed_memory import Group
 from unifmoe_dist.studies.memory.fake_step import KINDS, fake_storage, sizes_of_algorithm, task_of_sizes
@@ -153,6 +155,31 @@ def test_the_stand_in_takes_the_memory_of_the_gpu_kernels():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_gpu_kernels_keep_channels_for_a_backward_pass_alone(gated):
+    """As many as a dense FFN keeps, or as were allowed; checkpoints and evaluation keep none."""
+    layer = UniFMoELayer(UniFMoEConfig(64, 256, num_experts=4, num_blocks=4, gated=gated))
+    x = torch.randn(3000, 64, requires_grad=True)
+
+    def live(call, **options):
+        ledger = Ledger()
+        with standing_in(layer, Load(0, 0), gpu=True, ranks=1), use_kernels("triton", **options), LiveBytes(ledger):
+            y = call()  # noqa: F841, its history lives
+            return sum(ledger.live.values()), ledger.highest
+
+    def evaluate():
+        with torch.no_grad():
+            return layer(x)
+
+    live(evaluate)  # the statistics' own tensor stays
+    dense = (2 + gated) * 3000 * 256 * 4
+    without, _ = live(lambda: layer(x), kept_bytes=0)
+    assert 0.99 * dense < live(lambda: layer(x))[0] - without <= dense
+    assert live(lambda: layer(x), kept_bytes=10**6)[0] - without <= 10**6
+    assert live(lambda: checkpoint(layer, x, use_reentrant=False))[0] < 3 * x.nbytes
+    assert live(evaluate) == live(evaluate, kept_bytes=0)
 
 
 def test_a_fake_model_takes_the_memory_of_a_real_one():

@@ -12,6 +12,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -146,24 +147,32 @@ def unsaid() -> Iterator[None]:
 def _compare_ffn(case: _FFN) -> list[tuple[Tensor, Tensor]]:
     """Output and gradients of Triton and of plain torch, of experts of two blocks, and perhaps a shared one.
 
-    What overflows passes through the smallest workspace, of three tiles; four experts fill it more than twice.
+    More tokens choose one block than the other, so that some tiles are full and some nearly empty. The channels of the
+    first two are kept, so that others are computed again. What overflows passes through the smallest workspace, of
+    three tiles; four experts fill it more than twice. Then through one that holds five in the forward pass, all kept,
+    and fewer in the backward pass, whose rows are longer.
     """
     from unifmoe_dist.kernels.triton import ffn
 
     experts, hidden = 4 if case.overflows else 2, 2 * case.width
+    cuts, part = tile_sizes.parts(case.width, case.dtype.itemsize, case.gated)
+    tile_bytes = cuts * part * (1 + case.gated) * case.tile_rows * case.dtype.itemsize  # of whole blocks
+    tokens = max(48, 3 * case.tile_rows // 2)
     draw = _Draw(case.device, case.dtype)
-    x, banks = draw(_TOKENS, case.dim), []
+    x, banks = draw(tokens, case.dim), []
     for count in (1, experts) if case.shared else (experts,):
         drawn = [draw(count, hidden, case.dim) for _ in range(3 if case.gated else 2)]
         biases = [draw(count, size) if case.bias else None for size in (hidden, case.dim, hidden)]
         banks.append([*drawn[:2], *biases[:2], *((drawn[2], biases[2]) if case.gated else (None, None))])
-    gates, chosen = draw(_TOKENS, experts + case.shared).float().abs(), draw(_TOKENS, 2) > 0
-    gates = gates.masked_fill(gates < 0.4 * gates.amax(), 0.0)
+    gates = draw(tokens, experts + case.shared).float().abs()
+    gates = gates.masked_fill(gates < 0.4, 0.0)
+    chosen = draw(tokens, 2).float() > torch.tensor([-1.0, 1.0], device=case.device)
     seed = torch.tensor([1, -1], dtype=torch.int32, device=case.device)
     dropout = HiddenDropout(0.3, seed) if case.dropout else None
 
-    def fused(x: Tensor, gates: Tensor, *banks: ExpertWeights) -> Tensor:
-        options = ffn.TritonOptions(workspace_bytes=0 if case.overflows else None, tile_rows=case.tile_rows)
+    def fused(held: int | None, kept: int, x: Tensor, gates: Tensor, *banks: ExpertWeights) -> Tensor:
+        workspace_bytes = None if held is None else held * case.tile_rows * case.dim * case.dtype.itemsize
+        options = ffn.TritonOptions(workspace_bytes, case.tile_rows, kept_bytes=kept * tile_bytes)
         shared = banks[0] if case.shared else None
         return ffn.triton_block_ffn(x, gates, chosen, banks[-1], shared, options=options, dropout=dropout)
 
@@ -175,13 +184,15 @@ def _compare_ffn(case: _FFN) -> list[tuple[Tensor, Tensor]]:
         return beside + grouped_block_ffn(x, gates[:, 1:], ~chosen, banks[1], rest)
 
     results = []
-    for kernel in (fused, plain):
+    amounts = ((0, 2), (5, 5)) if case.overflows else ((None, 2),)  # of tiles: in the workspace, kept
+    kernels: list[Callable[..., Tensor]] = [partial(fused, *numbers) for numbers in amounts]
+    for kernel in (*kernels, plain):
         leaves = [[None if t is None else t.detach().requires_grad_() for t in bank] for bank in banks]
         x_leaf, gate_leaf = x.detach().requires_grad_(), gates.detach().requires_grad_()
         y = kernel(x_leaf, gate_leaf, *(_weights(case, bank) for bank in leaves))
         wanted = [x_leaf, gate_leaf, *(t for bank in leaves for t in bank if t is not None)]
         results.append([y.detach(), *torch.autograd.grad(y, wanted, torch.ones_like(y))])
-    return list(zip(*results, strict=True))
+    return [pair for result in results[:-1] for pair in zip(result, results[-1], strict=True)]
 
 
 def _weights(case: _FFN, bank: Sequence[Any]) -> ExpertWeights:

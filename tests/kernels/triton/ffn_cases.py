@@ -75,12 +75,16 @@ def check_ffn(x, gates, blocks, experts, shared=None, options=None, tolerance=2e
     gated=st.booleans(),
     seed=st.integers(0, 10_000),
     options=st.builds(
-        TritonOptions, workspace_bytes=st.sampled_from([None, 8_000]), tile_rows=st.sampled_from([None, 32])
+        TritonOptions,
+        workspace_bytes=st.sampled_from([None, 8_000]),
+        tile_rows=st.sampled_from([None, 32]),
+        tail_rows=st.sampled_from([16, 64]),
+        kept_bytes=st.sampled_from([None, 0]),
     ),
 )
 def test_ffn_equals_the_reference(n, e, dim, block, num_blocks, bias, with_shared, gated, seed, options):
     """Any gates and masks, also those that routing would never make, and widths that no tile divides; a small workspace
-    means many fillings of it."""
+    means many fillings of it. Of some tiles only their first rows are computed, and of some no channels are kept."""
     torch.manual_seed(seed)
     shared = bank(1, dim, block * num_blocks, num_blocks, bias=bias, gated=gated) if with_shared else None
     experts = bank(e, dim, block * num_blocks, num_blocks, bias=bias, gated=gated)
@@ -91,9 +95,9 @@ def test_ffn_equals_the_reference(n, e, dim, block, num_blocks, bias, with_share
 TILES = [  # block, dtype, options
     (16, torch.float32, TritonOptions()),
     (192, torch.float32, TritonOptions(tile_rows=16, workspace_bytes=40_000)),
-    (288, torch.bfloat16, TritonOptions(backward_tile_rows=32)),
+    (288, torch.bfloat16, TritonOptions(tile_rows=32, tail_rows=16)),
     (48, torch.float16, TritonOptions(workspace_bytes=9_000)),
-    (96, torch.bfloat16, TritonOptions(tile_rows=32), True),
+    (96, torch.bfloat16, TritonOptions(tile_rows=32, kept_bytes=0), True),
 ]
 PARTS = [(True, 0), (False, 0), (False, 1)]  # whether there is a shared expert, and which expert is the first
 
@@ -120,7 +124,10 @@ def test_ffn_dropout(rate, tiles, with_shared, first):
 )
 @pytest.mark.parametrize(  # one tile, three tiles, and wider than registers hold
     "block,gated",
-    [(32, False), (192, False), (288, False), (32, True), (96, True), (192, True), (300, False), (150, True)],
+    [
+        *((32, False), (192, False), (288, False), (300, False), (256, False)),
+        *((32, True), (96, True), (192, True), (150, True), (128, True)),
+    ],
 )
 def test_ffn_types_and_widths(dtype, tolerance, block, gated):
     torch.manual_seed(block)
@@ -138,7 +145,7 @@ def test_ffn_activations(activation, gated):
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("options", [TritonOptions(), TritonOptions(tile_rows=16, workspace_bytes=12_000)])
+@pytest.mark.parametrize("options", [TritonOptions(tail_rows=16), TritonOptions(tile_rows=16, workspace_bytes=12_000)])
 def test_ffn_groups_of_many_tiles(options, gated):
     """Groups longer than a tile, continued over rounds; one expert has all tokens, one none."""
     torch.manual_seed(2)
@@ -236,15 +243,21 @@ def test_ffn_autocast_of_banks_in_two_types():
 
 
 def test_ffn_saves_little_for_the_backward_pass():
-    """No gathered tokens and no hidden activations: x, gates, masks and group offsets, whatever C_B is."""
-    experts, x = bank(4, 32, 128, 4), random(30, 32).requires_grad_()
-    gates = torch.rand(30, 4, device=DEVICE)
-    own = {p.data_ptr() for p in experts.parameters()}
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        triton_block_ffn(x, gates, torch.ones(30, 4, dtype=torch.bool, device=DEVICE), experts.weights())
-    total = sum(t.numel() * t.element_size() for t in saved if t.data_ptr() not in own)
-    assert total <= 4 * (x.numel() + gates.numel()) + 30 * 4 + 2 * (4 * 4 * 4)
+    """No gathered tokens: x, gates, masks and group offsets, whatever C_B is; and of channels before the activation no
+    more than a dense FFN keeps before and after it, or than was allowed. What was not kept changes no gradient."""
+    experts, x = bank(2, 32, 64, 2), random(20, 32).requires_grad_()
+    gates = torch.rand(20, 2, device=DEVICE)
+    own, grads = {p.data_ptr() for p in experts.parameters()}, []
+    for allowed, most in ((None, 2 * 20 * 64 * 4), (3 * 16 * 32 * 4, 3 * 16 * 32 * 4), (0, 0)):
+        options, saved = TritonOptions(kept_bytes=allowed, tile_rows=16), []
+        blocks = torch.ones(20, 2, dtype=torch.bool, device=DEVICE)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
+            y = triton_block_ffn(x, gates, blocks, experts.weights(), options=options)
+        total = sum(t.numel() * t.element_size() for t in saved if t.data_ptr() not in own)
+        rest = 4 * (x.numel() + gates.numel()) + 20 * 2 + 2 * (2 * 2 * 4)
+        assert 0.9 * most < total <= rest + most and (most or total <= rest)
+        grads.append(torch.autograd.grad(y.sum(), [x, *experts.parameters()]))
+    assert all(torch.equal(one, other) for pair in (grads[:2], grads[1:]) for one, other in zip(*pair, strict=True))
 
 
 def test_float32_products_keep_float32():

@@ -230,10 +230,8 @@ def test_trial_knows_what_overflows(tokens, experts, dtype):
     x, weights = random(tokens, 48, dtype=dtype), bank(experts, 48, 64, 2, dtype=dtype).weights()
     shape = LaunchShape(x, torch.ones(tokens, experts), weights.keys, 2, TritonOptions())
     sizes = tokens, 48, 32, 2, experts, shape.tile_rows, dtype.itemsize
-    item, fillings = dtype.itemsize, []
-    for row_bytes in (48 * item, (48 + 2 * 32) * item):
-        fillings.append(workspace.Workspace(x, shape, row_bytes).fillings)
-        shape.tile_rows = tile_sizes.backward_tile_rows(shape.tile_rows, item)
+    item = dtype.itemsize
+    fillings = [workspace.Workspace(x, shape, row_bytes).fillings for row_bytes in (48 * item, (48 + 2 * 32) * item)]
     assert tile_sizes.overflows(*sizes, False, False) == any(fillings)
 
 
@@ -283,6 +281,29 @@ def test_trial_runs_the_tiles_that_will_run(monkeypatch):
         assert self_test.ffn_works(random(tokens, 48), weights) and seen[-1] == rows
         given = random(tokens, 48), torch.ones(tokens, 2), weights.keys, 2
         assert LaunchShape(*given, TritonOptions(), gated=False).tile_rows == rows
+
+
+@pytest.mark.parametrize("experts,shared", [(2, False), (2, True), (8, False), (8, True)])
+def test_trial_has_full_and_short_tiles_with_and_without_kept_channels(experts, shared, monkeypatch):
+    """Where tiles are longest, each is another piece of a kernel; eight experts may need more than the workspace."""
+    seen, short = [], []
+
+    def watched(x, gates, blocks, weights, shared=None, options=None, dropout=None):
+        seen.append(options)
+        for expert, gate in enumerate(gates.T):
+            for group in (blocks if shared is None or expert == 0 else ~blocks)[gate != 0].T:
+                tiles = range(0, int(group.sum()), options.tile_rows)
+                short.extend(int(group.sum()) - first <= options.tail_rows for first in tiles)
+        return x * gates.sum(1, keepdim=True)
+
+    monkeypatch.setattr(triton_ffn, "triton_block_ffn", watched)
+    monkeypatch.setattr(self_test, "_verdicts", {})
+    x, weights = random(4000, 48, dtype=torch.bfloat16), bank(experts, 48, 64, 2, dtype=torch.bfloat16).weights()
+    with pytest.warns(UserWarning, match="128 rows a tile"):
+        self_test.ffn_works(x, weights, shared=shared)
+    first = seen[0].kept_bytes // (128 * 32 * 2)
+    assert {*short[:first]} == {*short[first:]} == {True, False}
+    assert (seen[0].workspace_bytes == 0) == (experts == 8) and len(short) > (3 + 2 if experts == 8 else 3)
 
 
 def test_a_trial_without_memory_is_no_verdict(monkeypatch, recwarn):

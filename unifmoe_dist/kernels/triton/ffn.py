@@ -8,12 +8,12 @@ Work and memory, per row (one block of one token), M channels in a block, comput
   per row for 4 M D operations, hidden behind the products on the way out. Sums are float32 and have one order, so
   results repeat bit for bit with the same tiles.
 - the number of rows is known only on the device and may reach N (1 + K (B - 1)). Rather than a buffer for the worst
-  case, the workspace holds `workspace_bytes` (by default rows for 2 B blocks a token, at most 256 MiB or 16 times
-  the tokens' own bytes, whichever is more: what a top-2 layer with H = 4 D keeps of its activations). Tiles beyond it
+  case, the workspace holds `workspace_bytes` (by default rows for 2 B blocks a token, at most 384 MiB or 24 times
+  the tokens' own bytes, whichever is more; a top-2 layer with H = 4 D keeps 18 times its tokens). Tiles beyond it
   are computed by one launch more, `overflow`, whatever their number is; without any it ends at once.
-- saved for the backward pass: x, gates, block masks and group offsets. It makes the plan again, one launch, and
-  recomputes the hidden activations, 2 of its 10 M D operations per row. Keeping either would need a buffer for the
-  worst case.
+- saved for the backward pass: x, gates, block masks, group offsets, and the channels before the activation of the
+  first tiles, as many as fit in what a dense FFN would keep (`kept_bytes`): the worst case needs many times that.
+  It makes the plan again, one launch, and for the other tiles these channels, 2 of 10 M D operations per row.
 
 Launches of a whole layer on one rank, whatever K: 8 forward, of which the first four route and plan and one adds to
 the running statistics, and 12 backward with biases. Half precision casts two small tensors more in the backward pass,
@@ -41,7 +41,7 @@ from unifmoe_dist.experts import ExpertWeights
 from unifmoe_dist.kernels import tile_sizes
 from unifmoe_dist.kernels.dropout import HiddenDropout
 from unifmoe_dist.kernels.triton.dropout import dropout_arguments
-from unifmoe_dist.kernels.triton.ffn_kernel import NOTHING_KEPT, ffn_kernel
+from unifmoe_dist.kernels.triton.ffn_kernel import NOTHING_STORED, ffn_kernel
 from unifmoe_dist.kernels.triton.ffn_reductions import gate_grad_kernel
 from unifmoe_dist.kernels.triton.math import DTYPES, power_of_two
 from unifmoe_dist.kernels.triton.overflow import launch_overflow
@@ -117,6 +117,7 @@ def triton_block_ffn(
             options or TritonOptions(),
             offsets,
             dropout,
+            torch.is_grad_enabled(),
             used,
             *tensors,
         )
@@ -164,6 +165,7 @@ class _TritonBlockFFN(torch.autograd.Function):
         options: TritonOptions,
         offsets: GroupOffsets | None,
         dropout: HiddenDropout | None,
+        recorded: bool,
         used: Sequence[Tensor | None],
         *tensors: Tensor | None,
     ) -> Tensor:
@@ -171,34 +173,36 @@ class _TritonBlockFFN(torch.autograd.Function):
         ctx.grad_dtype = kinds.pop() if len(kinds) == 1 else x.dtype  # one kernel writes those of all
         ctx.num_blocks, ctx.activation, ctx.options, ctx.dropout = num_blocks, activation, options, dropout
         if not x.shape[0]:
-            ctx.save_for_backward(x, gates, blocks, None, None, *used)
+            ctx.save_for_backward(x, gates, blocks, None, None, None, *used)
             return torch.zeros_like(x)
         banks = Banks(used)
         shape = LaunchShape(x, gates, banks.keys, num_blocks, options, banks.gated, banks.has_shared)
         offsets = offsets or count_groups(gates, blocks, banks.has_shared)
-        ctx.save_for_backward(x, gates, blocks, offsets.earlier, offsets.totals, *used)
         space = Workspace(x, shape, shape.row_bytes)
+        kept = space.kept(x, recorded and any(ctx.needs_input_grad))
+        ctx.save_for_backward(x, gates, blocks, offsets.earlier, offsets.totals, kept, *used)
         plan = make_plan(gates, blocks, offsets, shape.tile_rows, banks.has_shared, shape.parts, space.counters)
-        given = dict(x=x, gates=gates, **banks.arguments())
+        given = dict(x=x, gates=gates, kept=kept, kept_tiles=len(kept), **banks.arguments())
         choices = shape.tile_arguments() | banks.choices(ctx) | dict(BACKWARD=False)
         _launch_tiles(space, plan, given, choices)
         space.combine(plan, gates, *banks.pairs["value_bias"])
-        launch_overflow(space, plan, given, choices)
+        launch_overflow(space, plan, given | dict(kept=None, kept_tiles=0), choices)  # which would spill, keeping some
         return space.output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        x, gates, blocks, earlier, totals, *used = ctx.saved_tensors
+        x, gates, blocks, earlier, totals, kept, *used = ctx.saved_tensors
         if not x.shape[0]:
             zeros = (None if t is None else torch.zeros_like(t) for t in used)
-            return (torch.zeros_like(x), torch.zeros_like(gates), *[None] * 7, *zeros)
+            return (torch.zeros_like(x), torch.zeros_like(gates), *[None] * 8, *zeros)
         options, banks = ctx.options, Banks(used)
         grad_y = grad_y.to(x.dtype).contiguous()
         shape = LaunchShape(x, gates, banks.keys, ctx.num_blocks, options, banks.gated, banks.has_shared)
-        shape.tile_rows = options.backward_tile_rows or tile_sizes.backward_tile_rows(shape.tile_rows, x.element_size())
-        kept = 1 + len(banks.projections)  # channels before the values, and gradients of every projection's
-        space = Workspace(x, shape, shape.row_bytes + kept * shape.width * x.element_size())
+        if shape.num_sub == 1 and shape.sub > 64:  # what follows the products would spill, done on all channels at once
+            shape.sub, shape.num_sub = 64, shape.sub // 64
+        beside = 1 + len(banks.projections)  # channels before the values, and gradients of every projection's
+        space = Workspace(x, shape, shape.row_bytes + beside * shape.width * x.element_size())
         plan = make_plan(
             gates, blocks, GroupOffsets(earlier, totals), shape.tile_rows, banks.has_shared, shape.parts, space.counters
         )
@@ -207,7 +211,8 @@ class _TritonBlockFFN(torch.autograd.Function):
         grads, wants = Banks(empty), Banks(wanted)
         sums = WeightGradients(x, grad_y, space, banks, grads, wants)
         grad_gate = torch.empty((shape.n, shape.experts * shape.blocks), dtype=torch.float32, device=x.device)
-        given = dict(x=x, gates=gates, grad_y=grad_y, grad_gate=grad_gate, **banks.arguments(), **sums.kept)
+        given = dict(x=x, gates=gates, kept=kept, kept_tiles=len(kept), **banks.arguments())
+        given |= dict(grad_y=grad_y, grad_gate=grad_gate, **sums.stored)
         choices = shape.tile_arguments() | banks.choices(ctx) | dict(BACKWARD=True)
         _launch_tiles(space, plan, given, choices)
         sums.launch(plan)
@@ -220,14 +225,15 @@ class _TritonBlockFFN(torch.autograd.Function):
             split = 1 if banks.has_shared else 0
             grads.pairs["value_bias"] = (biases[:split] if banks.has_shared else None), biases[split:]
         made = [pair[bank] for bank in (0, 1) for pair in grads.pairs.values()]
-        kept_grads = (grad if want else None for grad, want in zip(made, wanted, strict=True))
-        return (space.output, grad_gates, *[None] * 7, *kept_grads)
+        wanted_grads = (grad if want else None for grad, want in zip(made, wanted, strict=True))
+        return (space.output, grad_gates, *[None] * 8, *wanted_grads)
 
 
 def _launch_tiles(space: Workspace, plan: Plan, given: dict[str, Any], choices: dict[str, Any]) -> None:
     """Fill the workspace with its tiles."""
     named = dict(rows=plan.rows, tile_group=plan.tile_group, tile_count=plan.tile_count, num_tiles=plan.num_tiles)
-    ffn_kernel[(space.tiles,)](**NOTHING_KEPT | given | dict(out=space.rows) | named | choices)
+    tail = min(space.shape.tile_rows, space.shape.options.tail_rows)
+    ffn_kernel[(space.tiles,)](**NOTHING_STORED | given | named | choices | dict(out=space.rows, TAIL_ROWS=tail))
 
 
 def _gate_gradient(

@@ -6,8 +6,8 @@ model width at a time. Forward: gather(x, keys), activation, gate, spread(values
 gather(grad, values), the derivative, spread(keys). Where experts are gated, two banks of keys are read in one product
 and spread in one (TWO), so that each row is loaded or stored once.
 
-The M channels are held in registers as one tile of SUB or three (NUM_SUB), because tile sides are powers of two and
-block widths such as 192 = 3 * 64 are not.
+The M channels are held in registers as up to four (NUM_SUB) tiles of SUB: tile sides are powers of two, and block
+widths such as 192 = 3 * 64 are not; and what follows the products in a backward pass would spill, done on 256 at once.
 """
 
 # Arguments of device functions have no Python types.
@@ -46,6 +46,7 @@ def gather_product(
     weights,
     second,
     limit,
+    columns,
     D: tl.constexpr,
     SUB: tl.constexpr,
     NUM_SUB: tl.constexpr,
@@ -55,30 +56,54 @@ def gather_product(
     TWO: tl.constexpr,
     EVEN_CHANNELS: tl.constexpr,
 ):
-    """source[token] @ weights^T for the `limit` channels, as three (TILE_ROWS, SUB) tiles, of which only the first is
-    defined if NUM_SUB is 1; then source[token] @ second^T alike, undefined without TWO."""
+    """source[token] @ weights^T for the `limit` channels, as four (TILE_ROWS, SUB) tiles, of which the first NUM_SUB
+    are defined; then source[token] @ second^T alike, undefined without TWO."""
     EVEN: tl.constexpr = (D % BLOCK_K == 0) and EVEN_CHANNELS
     channel = tl.arange(0, SUB)[None, :]
     rows = source + token.to(tl.int64)[:, None] * D
     p0 = tl.zeros((TILE_ROWS, SUB), tl.float32)
     p1 = p0
     p2 = p0
+    p3 = p0
     s0 = p0
     s1 = p0
     s2 = p0
-    for first in range(0, D, BLOCK_K):
+    s3 = p0
+    for first in range(0, columns, BLOCK_K):
         column = first + tl.arange(0, BLOCK_K)
         a = tl.load(rows + column[None, :], mask=valid[:, None] & (column < D)[None, :], other=0.0)
         p0 = dot(a, _weights(weights, channel, column[:, None], limit, D, EVEN), p0, PRECISION)
         if TWO:
             s0 = dot(a, _weights(second, channel, column[:, None], limit, D, EVEN), s0, PRECISION)
-        if NUM_SUB == 3:
+        if NUM_SUB > 1:
             p1 = dot(a, _weights(weights, channel + SUB, column[:, None], limit, D, EVEN), p1, PRECISION)
-            p2 = dot(a, _weights(weights, channel + 2 * SUB, column[:, None], limit, D, EVEN), p2, PRECISION)
             if TWO:
                 s1 = dot(a, _weights(second, channel + SUB, column[:, None], limit, D, EVEN), s1, PRECISION)
+        if NUM_SUB > 2:
+            p2 = dot(a, _weights(weights, channel + 2 * SUB, column[:, None], limit, D, EVEN), p2, PRECISION)
+            if TWO:
                 s2 = dot(a, _weights(second, channel + 2 * SUB, column[:, None], limit, D, EVEN), s2, PRECISION)
-    return (p0, p1, p2), (s0, s1, s2)
+        if NUM_SUB > 3:
+            p3 = dot(a, _weights(weights, channel + 3 * SUB, column[:, None], limit, D, EVEN), p3, PRECISION)
+            if TWO:
+                s3 = dot(a, _weights(second, channel + 3 * SUB, column[:, None], limit, D, EVEN), s3, PRECISION)
+    return (p0, p1, p2, p3), (s0, s1, s2, s3)
+
+
+@triton.jit
+def store_channels(products, to, valid, M: tl.constexpr, SUB: tl.constexpr, NUM_SUB: tl.constexpr, ROWS: tl.constexpr):
+    """Store what `gather_product` gave to (ROWS, M) at `to`."""
+    p0, p1, p2, p3 = products
+    channel = tl.arange(0, SUB)[None, :]
+    at = to + tl.arange(0, ROWS)[:, None] * M + channel
+    kind = to.dtype.element_ty
+    tl.store(at, p0.to(kind), mask=valid[:, None] & (channel < M))
+    if NUM_SUB > 1:
+        tl.store(at + SUB, p1.to(kind), mask=valid[:, None] & (channel + SUB < M))
+    if NUM_SUB > 2:
+        tl.store(at + 2 * SUB, p2.to(kind), mask=valid[:, None] & (channel + 2 * SUB < M))
+    if NUM_SUB > 3:
+        tl.store(at + 3 * SUB, p3.to(kind), mask=valid[:, None] & (channel + 3 * SUB < M))
 
 
 @triton.jit
@@ -101,21 +126,27 @@ def spread_product(
 ):
     """Store channels @ weights (with TWO, + more @ second) to `rows`, pointers (TILE_ROWS, 1)."""
     EVEN: tl.constexpr = (D % BLOCK_D == 0) and EVEN_CHANNELS
-    h0, h1, h2 = channels
-    s0, s1, s2 = more
+    h0, h1, h2, h3 = channels
+    s0, s1, s2, s3 = more
     channel = tl.arange(0, SUB)[:, None]
     for first in range(0, D, BLOCK_D):
         column = first + tl.arange(0, BLOCK_D)[None, :]
         acc = tl.zeros((TILE_ROWS, BLOCK_D), tl.float32)
         acc = dot(h0, _weights(weights, channel, column, limit, D, EVEN), acc, PRECISION)
-        if NUM_SUB == 3:
+        if NUM_SUB > 1:
             acc = dot(h1, _weights(weights, channel + SUB, column, limit, D, EVEN), acc, PRECISION)
+        if NUM_SUB > 2:
             acc = dot(h2, _weights(weights, channel + 2 * SUB, column, limit, D, EVEN), acc, PRECISION)
+        if NUM_SUB > 3:
+            acc = dot(h3, _weights(weights, channel + 3 * SUB, column, limit, D, EVEN), acc, PRECISION)
         if TWO:
             acc = dot(s0, _weights(second, channel, column, limit, D, EVEN), acc, PRECISION)
-            if NUM_SUB == 3:
+            if NUM_SUB > 1:
                 acc = dot(s1, _weights(second, channel + SUB, column, limit, D, EVEN), acc, PRECISION)
+            if NUM_SUB > 2:
                 acc = dot(s2, _weights(second, channel + 2 * SUB, column, limit, D, EVEN), acc, PRECISION)
+            if NUM_SUB > 3:
+                acc = dot(s3, _weights(second, channel + 3 * SUB, column, limit, D, EVEN), acc, PRECISION)
         tl.store(rows + column, acc.to(rows.dtype.element_ty), mask=valid[:, None] & (column < D))
 
 
@@ -132,12 +163,15 @@ def add_bias(
     HAS_BIAS: tl.constexpr,
 ):
     """The tiles of `gather_product` with the key biases of their part: expert, first channel, number of channels."""
-    p0, p1, p2 = products
+    p0, p1, p2, p3 = products
     p0 += _bias(shared, residual, part, 0, HIDDEN, SUB, HAS_SHARED, HAS_BIAS)
-    if NUM_SUB == 3:
+    if NUM_SUB > 1:
         p1 += _bias(shared, residual, part, SUB, HIDDEN, SUB, HAS_SHARED, HAS_BIAS)
+    if NUM_SUB > 2:
         p2 += _bias(shared, residual, part, 2 * SUB, HIDDEN, SUB, HAS_SHARED, HAS_BIAS)
-    return p0, p1, p2
+    if NUM_SUB > 3:
+        p3 += _bias(shared, residual, part, 3 * SUB, HIDDEN, SUB, HAS_SHARED, HAS_BIAS)
+    return p0, p1, p2, p3
 
 
 @triton.jit

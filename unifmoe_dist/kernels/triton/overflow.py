@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unifmoe_dist.kernels.triton.ffn_kernel import NOTHING_KEPT, ffn_tile
+from unifmoe_dist.kernels.triton.ffn_kernel import NOTHING_STORED, ffn_tile
 from unifmoe_dist.kernels.triton.ffn_products import TILES
 from unifmoe_dist.kernels.triton.ffn_reductions import combine_token
 from unifmoe_dist.kernels.triton.math import power_of_two
@@ -77,7 +77,7 @@ def _tickets(phase, sizes, tile_group, PER_GROUP: tl.constexpr):
     return low, high, tickets
 
 
-@triton.jit(do_not_specialize=["n", "held_tiles", "max_fillings"])
+@triton.jit(do_not_specialize=["n", "kept_tiles", "held_tiles", "max_fillings"])
 def overflow_kernel(
     x,
     gates,
@@ -99,6 +99,8 @@ def overflow_kernel(
     grad_gate,
     grad_bias,
     grad_linear_bias,
+    kept,
+    kept_tiles,
     rows,
     tile_group,
     tile_count,
@@ -301,6 +303,7 @@ def overflow_kernel(
                     (read, more_read, (shared_values, values)),
                     workspace,
                     beside,
+                    (kept, kept_tiles),
                     (rows, tile_group, tile_count),
                     seed,
                     E,
@@ -311,6 +314,7 @@ def overflow_kernel(
                     M,
                     SUB,
                     NUM_SUB,
+                    TILE_ROWS,
                     TILE_ROWS,
                     ACTIVATION,
                     GATED,
@@ -345,14 +349,14 @@ def launch_overflow(workspace: Workspace, plan: Plan, given: dict[str, Any], cho
     own = dict(workspace=workspace.rows, total=workspace.total, out=workspace.output)
     tiles = _tiles(x, shape) | dict(BLOCK_C=shape.combined_columns, TOKENS=16)
     counts = dict(MATRICES=0, BIASES=0, MP=power_of_two(shape.width))
-    arguments = NOTHING_KEPT | NO_GRADIENTS | planned | sizes | own | counts | given | choices | tiles
+    arguments = NOTHING_STORED | NO_GRADIENTS | planned | sizes | own | counts | given | choices | tiles
     overflow_kernel[(_programs(x.device),)](**arguments)
 
 
 def _tiles(x: Tensor, shape: LaunchShape) -> dict[str, int]:
     """The likeliest tiles of both kinds of work; counters that go on cannot be timed again and again."""
-    block_k, block_d, warps, stages = TILES.of(x.dtype, x.device)[0]
-    block_w, block_r, _, _ = WEIGHT_TILES.of(x.dtype, x.device)[0]
+    block_k, block_d, warps, stages = TILES.of(x.dtype, x.device, shape.dim)[0]
+    block_w, block_r, _, _ = WEIGHT_TILES.of(x.dtype, x.device, shape.dim)[0]
     own = dict(BLOCK_K=block_k, BLOCK_D=block_d, num_warps=warps, num_stages=stages)
     return own | dict(BLOCK_W=block_w, BLOCK_R=block_r, BLOCK_H=shape.gradient_channels)
 

@@ -43,10 +43,11 @@ class Candidates:
     small: Tiles
     single: Tiles
 
-    def of(self, dtype: torch.dtype, device: torch.device) -> Tiles:
-        if dtype == torch.float32:
-            return self.single
-        return self.large if shared_memory(device) >= LARGE else self.small
+    def of(self, dtype: torch.dtype, device: torch.device, dim: int) -> Tiles:
+        """Those for a model width of `dim`, which first blocks cut: fewest columns beyond it first."""
+        large = dtype != torch.float32 and shared_memory(device) >= LARGE
+        tiles = self.single if dtype == torch.float32 else self.large if large else self.small
+        return sorted(tiles, key=lambda sizes: -dim % sizes[0])
 
 
 def shared_memory(device: torch.device) -> int:
@@ -130,7 +131,7 @@ def tuned(names: tuple[str, str], tiles: Candidates) -> Callable[[Any], Autotune
     def worth_trying(_: list[triton.Config], arguments: dict, **more: Any) -> list[triton.Config]:
         given = {**arguments, **more}
         like = given["keys" if "keys" in given else "channels_0"]
-        pool = [configs[sizes] for sizes in tiles.of(like.dtype, like.device)]
+        pool = [configs[sizes] for sizes in tiles.of(like.dtype, like.device, given["D"])]
         return pool if may_try() else pool[:1]
 
     if INTERPRETED:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from unifmoe_dist.kernels.triton.ffn import Banks
 
 WEIGHT_TILES = Candidates(
-    large=[(128, 32, 8, 3), (128, 64, 8, 3)],
+    large=[(256, 32, 8, 3), (128, 32, 8, 3), (128, 64, 8, 3)],
     small=[(64, 32, 4, 2), (128, 32, 8, 2)],
     single=[(64, 32, 4, 2), (64, 32, 8, 2)],
 )
@@ -282,7 +282,7 @@ class WeightGradients:
         wants: Which are wanted.
 
     Attributes:
-        kept: What `ffn_kernel` stores, by its names.
+        stored: What `ffn_kernel` stores, by its names.
         arguments: What `overflow_kernel` reads and writes, by its names.
         counts: For how many it is compiled.
     """
@@ -294,9 +294,9 @@ class WeightGradients:
         projections = banks.projections
         hidden, *grad_pre = (x.new_empty(rows) for _ in range(1 + len(projections)))
         partial = [torch.empty(tiles, dtype=torch.float32, device=x.device) for _ in projections]
-        self.kept: dict[str, Any] = dict(hidden=hidden)
-        self.kept |= dict(zip(("grad_pre", "grad_linear"), grad_pre, strict=False))
-        self.kept |= dict(zip(("grad_bias", "grad_linear_bias"), partial, strict=False))
+        self.stored: dict[str, Any] = dict(hidden=hidden)
+        self.stored |= dict(zip(("grad_pre", "grad_linear"), grad_pre, strict=False))
+        self.stored |= dict(zip(("grad_bias", "grad_linear_bias"), partial, strict=False))
         sums = [("values", hidden, grad_y)]
         sums += [(keys, of, x) for (keys, _), of in zip(projections, grad_pre, strict=True)]
         matrices = [(*of, *grads.pairs[name]) for name, *of in sums if any(wants.pairs[name])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +24,15 @@ class TritonOptions:
     Args:
         workspace_bytes: Bytes for rows waiting to be summed, in each pass; None for the default.
         tile_rows: Rows of a tile, a power of two from 16 to 128; None chooses by the number of tokens.
-        backward_tile_rows: The same for the backward pass, which needs twice the registers.
+        tail_rows: Rows that are computed of a tile in which no more are in use, a power of two from 16.
+        kept_bytes: Bytes for channels before the activation, from the forward pass to the backward pass; those of the
+            other rows are computed again. None keeps at most what a dense FFN of this width keeps.
     """
 
     workspace_bytes: int | None = None
     tile_rows: int | None = None
-    backward_tile_rows: int | None = None
+    tail_rows: int = 64
+    kept_bytes: int | None = None
 
 
 def tile_rows(device: torch.device, dtype: torch.dtype, tokens: int, experts: int) -> int:
@@ -53,6 +57,7 @@ class LaunchShape:
         self.n, self.dim = x.shape
         self.experts = gates.shape[1]
         self.block_width = keys.shape[1] // num_blocks
+        self.options, self.banks = options, 1 + gated
         self.parts, self.width = tile_sizes.parts(self.block_width, x.element_size(), gated)
         self.blocks = num_blocks * self.parts
         # Three equal tiles where that wastes fewer channels than one power of two.
@@ -117,6 +122,16 @@ class Workspace:
         size = like.shape if self.fillings else (1,)
         self.total = torch.empty(size, dtype=torch.float32, device=like.device)
         self.output = torch.empty_like(like)
+
+    def kept(self, x: Tensor, wanted: bool) -> Tensor:
+        """(tiles, banks of keys, tile_rows, M) for channels before the activation of the first tiles that it holds."""
+        shape, item = self.shape, x.element_size()
+        limit = shape.options.kept_bytes
+        if limit is None:  # a dense FFN keeps these channels and those after the activation
+            limit = (1 + shape.banks) * shape.n * shape.blocks * shape.width * item
+        tile = shape.banks, shape.tile_rows, shape.width
+        tiles = min(self.tiles, limit // (math.prod(tile) * item)) if wanted else 0
+        return x.new_empty((tiles, *tile))
 
     @property
     def counters(self) -> int:

@@ -25,9 +25,9 @@ def here() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def kernels() -> Any:
+def kernels(**options: Any) -> Any:
     """A context in which layers take Triton's kernels: on a card or, without one, in Triton's interpreter."""
-    return use_kernels("triton")
+    return use_kernels("triton", **options)
 
 
 def name() -> str:

@@ -34,10 +34,9 @@ class Load:
         """Rows of all groups, where a block is cut in `parts`."""
         return self.tokens * self.per_token * parts
 
-    def tile_rows(self, given: dict[str, Any]) -> float:
-        """Rows in tiles, padding included: half a tile for each group that is in use."""
-        groups = given["E"] * given["B"]
-        return self.rows(given["PARTS"]) + groups * given["TILE_ROWS"] / 2
+    def tile_rows(self, given: dict[str, Any], multiple: int) -> float:
+        """Rows of all groups, each rounded up to a multiple: half of one for each group that is in use."""
+        return self.rows(given["PARTS"]) + given["E"] * given["B"] * multiple / 2
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ confirms or refutes each line.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -74,6 +74,12 @@ def _line(launch: Launch, backward: bool, made: Compiled, load: Load, card: Card
     }
     bound = max(times, key=lambda name: times[name])
     return Line(launch, backward, made, programs, work.operations, work.cached, LAUNCH + 1e6 * times[bound], bound)
+
+
+def inference_microseconds(line: Line, load: Load, card: Card) -> float:
+    """A forward line where nothing is kept for a backward pass."""
+    launch = replace(line.launch, given=line.launch.given | dict(kept_tiles=0))
+    return _line(launch, line.backward, line.made, load, card).microseconds
 
 
 def programs_per_processor(warps: int, made: Compiled, card: Card) -> int:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from unifmoe_dist.studies.kernel_estimates.cases import Card, Load
-from unifmoe_dist.studies.kernel_estimates.estimate import DENSE_RATE, LAUNCH, TRITON_RATE, Line, floor_microseconds
+from unifmoe_dist.studies.kernel_estimates.compiled import Launch
+from unifmoe_dist.studies.kernel_estimates.estimate import (
+    DENSE_RATE,
+    LAUNCH,
+    TRITON_RATE,
+    Line,
+    floor_microseconds,
+    inference_microseconds,
+)
 
 HEAD = f"""# Kernel estimates
 
@@ -17,7 +25,8 @@ Triton), bytes across the L2 cache, and bytes from memory where they do not fit 
 The floor is the products of the selected blocks at the speed of a dense layer, measured on an H200 for the paper's
 plain shapes, by the same rate elsewhere.
 `make gpu` measures the same layers. Only Triton's kernels are listed; a forward pass launches one operation of torch
-beside them, a backward pass five. Tiles are rows x blocks, as many numbers as the kernel has.
+beside them, a backward pass five. Tiles that the workspace does not hold at once, which the overflow launch computes,
+are counted in the lines of the others. Tiles are rows x blocks, as many numbers as the kernel has.
 
 ```bash
 python launch/kernel_estimates.py --output docs/kernel_estimates.md     # minutes: it compiles every kernel
@@ -25,9 +34,10 @@ python launch/kernel_estimates.py --output docs/kernel_estimates.md     # minute
 """
 
 
-def section(title: str, load: Load, card: Card, lines: Iterable[Line]) -> str:
+def section(title: str, load: Load, card: Card, lines: Sequence[Line]) -> str:
     """One card and shape: a table of kernels, and the sums over the floor."""
     rows, sums = [], [0.0, 0.0]
+    inference = sum(inference_microseconds(line, load, card) for line in lines if not line.backward)
     for line in lines:
         sums[line.backward] += line.microseconds
         made, tiles = line.made, line.launch.given
@@ -40,13 +50,16 @@ def section(title: str, load: Load, card: Card, lines: Iterable[Line]) -> str:
         )
     floor, both = floor_microseconds(load, card), sum(sums)
     sizes = f"N = {load.tokens:,}, D = {load.dim}, H = {load.hidden}, K = {load.experts}, B = {load.blocks}"
-    forward = f"Forward **{sums[0]:.0f} µs**, {sums[0] / floor:.2f} times the floor of {floor:.0f}"
+    forward = f"Forward **{inference:.0f} µs**, {inference / floor:.2f} times the floor of {floor:.0f}"
+    forward += f" ({sums[0]:.0f} in training, which keeps channels)"
     step = f"forward and backward **{both:.0f} µs**, {both / (3 * floor):.2f} times the floor of {3 * floor:.0f}"
     head = "kernel|tile|warps|registers|stack|shared KiB|programs per SM|GFLOP|L2 MB|µs|bound by".split("|")
+    held = [_held(line.launch, load) for line in lines if line.launch.name == "ffn_kernel"]
     parts = [
         f"## {card.name}: {title}",
         "",
-        f"{sizes}, C_B = {load.per_token}{', gated' if load.gated else ''}. {forward}; {step}.",
+        f"{sizes}, C_B = {load.per_token}{', gated' if load.gated else ''}. {forward}; {step}. "
+        f"The workspace holds {100 * held[0]:.0f} % of the tiles forward and {100 * held[1]:.0f} % backward.",
         "",
         f"| {' | '.join(head)} |",
         f"| --- | --- |{' ---: |' * 8} --- |",
@@ -54,3 +67,9 @@ def section(title: str, load: Load, card: Card, lines: Iterable[Line]) -> str:
         "",
     ]
     return "\n".join(parts)
+
+
+def _held(launch: Launch, load: Load) -> float:
+    """Share of the tiles that the workspace holds at once."""
+    rows = launch.given["TILE_ROWS"]
+    return min(1.0, launch.grid[0] * rows / load.tile_rows(launch.given, rows))

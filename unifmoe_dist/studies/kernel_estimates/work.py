@@ -51,15 +51,19 @@ def _fill(given: dict[str, Any], load: Load) -> Work:
 
 
 def _ffn(given: dict[str, Any], load: Load) -> Work:
-    rows, width, dim = load.tile_rows(given), given["M"], load.dim
+    rows, width, dim = load.tile_rows(given, given["TAIL_ROWS"]), given["M"], load.dim
     banks, backward = 2 + load.gated, given["BACKWARD"]
-    tiles = rows / given["TILE_ROWS"]
-    # Backward: keys again and their gradients spread, values the other way.
-    products = 2 * banks - 1 if backward else banks
-    read = tiles * products * width * dim * _ITEM + rows * (1 + backward) * dim * _ITEM
+    tiles = load.tile_rows(given, given["TILE_ROWS"]) / given["TILE_ROWS"]
+    kept = min(1.0, given["kept_tiles"] / tiles)
+    again = (1 - kept) * backward  # of the channels before the activation
+    # Backward: values the other way and gradients of all keys spread.
+    products = banks + again * (banks - 1)
+    channels = (banks - 1) * load.rows(given["PARTS"]) * width * _ITEM
+    read = tiles * products * width * dim * _ITEM + rows * (1 + again) * dim * _ITEM + channels * backward
     written = load.rows(given["PARTS"]) * (dim + (banks * width if backward else 0)) * _ITEM
+    written += channels * (again if backward else kept)
     weights = banks * (load.experts + 1) * load.hidden * dim * _ITEM
-    tokens = (1 + backward) * load.tokens * dim * _ITEM
+    tokens = (1 + again) * load.tokens * dim * _ITEM + channels * kept * backward
     return Work(2 * products * rows * width * dim, read + written, weights + tokens + written)
 
 
@@ -75,7 +79,8 @@ def _weights(given: dict[str, Any], load: Load) -> Work:
     read = rows * (width * slices[0] + load.dim * slices[1]) * _ITEM * matrices
     written = matrices * (load.experts + 1) * load.hidden * load.dim * _ITEM
     channels = matrices * rows * width * _ITEM
-    return Work(2 * matrices * rows * width * load.dim, read + written, channels + written)
+    sides = slices[0] * given["BLOCK_D"], slices[1] * given["BLOCK_H"]  # what is beyond them is computed and not stored
+    return Work(2 * matrices * rows * sides[0] * sides[1], read + written, channels + written)
 
 
 def _gate_gradients(given: dict[str, Any], load: Load) -> Work:

@@ -66,10 +66,12 @@ class Trainer:
         self.algorithm = build.build_algorithm(config, self.task, ranks)
         self.model = self.algorithm.model
         resuming = agree(config.resume, folder, ranks)
+        options = ""
         if ranks.rank == 0:
+            options = dump_train_config(given)
             folder.mkdir(parents=True, exist_ok=True)
             if not resuming:
-                set_aside(folder, dump_train_config(given))
+                set_aside(folder, options)
             keep_backbone(folder, given, self.model)
         ranks.barrier()
         heartbeat.doing("starting DeepSpeed")
@@ -101,7 +103,7 @@ class Trainer:
         if ranks.rank == 0:  # last: options with which a run cannot go on must not replace those it was made with
             if resuming:
                 keep_options(folder, given)
-            write_text(folder / "config.yaml", dump_train_config(given))
+            write_text(folder / "config.yaml", options)
 
     # -- one step ---------------------------------------------------------------------------------------------------
 

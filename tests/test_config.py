@@ -77,6 +77,7 @@ def test_config_errors(kwargs, words):
         (lambda: TrainConfig(seed=2**32), "seed must be at least 0 and at most 4294967295, not 4294967296."),
         (lambda: TrainConfig(epochs=2, steps=9), "epochs 2 sets steps by passes over the data"),
         (lambda: TrainConfig(data=DataConfig(root="there")), "data.root would change nothing in data.task digits"),
+        (lambda: TrainConfig(data=DataConfig(sequence_length=9)), "data.sequence_length would change nothing"),
         (lambda: UniFMoEConfig(16), "hidden_dim must be given."),
         (lambda: UniFMoEConfig(16, 24, 3, 4, "gelu", True, 0), "capacity_factor must be above 0 or null, not 0."),
         (lambda: UniFMoEConfig(16, 24, 3, 4, "gelu", True, None, 2), "shared_demand must be above 0 and below 1 or"),

@@ -115,6 +115,8 @@ class Task:
     def __init__(self, name: str) -> None:
         self.name = name
         self.base_config = self.base_config or f"{name}.yaml"
+        if not self.next_token:  # its texts are no windows
+            self.ignored = (*self.ignored, "data.sequence_length", "data.eval_windows")
 
     def read(self, config: TrainConfig) -> TaskData:
         """The data, cut as the configuration says, and the dense backbone.

@@ -70,6 +70,8 @@ class TrainConfig:
                     f"epochs {self.epochs} sets {name} by passes over the data, so {name} {value} contradicts it; "
                     f"leave {name} out, or set epochs null."
                 )
+        if self.output == "":  # as of a variable that is not set; it would be the folder in which the command runs
+            raise UserError("output is empty; name a folder, or leave it out for a new one in runs.")
         if self.resume and self.output is None:
             raise UserError("--resume needs --output, the folder of the run to continue.")
         method, weight = method_of(self.model.moe), self.optim.auxiliary_weight

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.train.cli import run_main
-from unifmoe_dist.train.options import OptionParser
+from unifmoe_dist.train.options import OptionParser, writing_to
 
 SHAPES = ("vision", "language", "vision-uniform", "language-uniform")
 MODELS = ("deit-s", "bert-large")
@@ -95,11 +95,8 @@ def main(arguments: Sequence[str]) -> None:
     kind = options.dtype or ("bf16" if on_gpu else "fp32")
     dtype, where = timed.number_format(kind, on_gpu)
     shapes, models = chosen(options, on_gpu)
-    try:
-        options.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output {options.output} cannot be used ({error}); choose another folder.") from error
-    rate = side_by_side.matmul_rate(device, dtype)
+    with writing_to(options.output):  # before the work, not after
+        rate = side_by_side.matmul_rate(device, dtype)
     # So that another number format or another FFN replaces no results.
     suffix = "" if options.dtype is None else f"-{kind}"
     suffix += "".join(f"-{way}" for way in ("gated", "compile") if getattr(options, way))

@@ -20,7 +20,7 @@ from typing import Any, get_args, get_type_hints
 from unifmoe_dist.config import ModelConfig, ParallelConfig
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.train.cli import run_main
-from unifmoe_dist.train.options import OptionParser
+from unifmoe_dist.train.options import OptionParser, writing_to
 
 PREDICTION = (
     *("predict", "output", "drawn", "card", "model_width", "model_depth", "gated", "rank_tokens", "nodes"),
@@ -155,8 +155,8 @@ def predict(options: argparse.Namespace) -> None:
         for gbps in prediction.SPEEDS
     }
     title = prediction.describe(model, options.card, links).partition("\n")[0]
-    options.output.mkdir(parents=True, exist_ok=True)
-    print(f"\nplot: {plot_clusters(found, slower, title, options.output / 'prediction.png')}")
+    with writing_to(options.output):
+        print(f"\nplot: {plot_clusters(found, slower, title, options.output / 'prediction.png')}")
 
 
 def sweep(options: argparse.Namespace) -> None:

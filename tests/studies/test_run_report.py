@@ -466,5 +466,5 @@ def test_what_is_no_run_is_one_sentence(runs, tmp_path):
     with pytest.raises(UserError, match=r"begun holds no checkpoint yet.*its first evaluation \(every 2 steps"):
         analyze.main([str(begun)])
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="--output .*file cannot be written"):
+    with pytest.raises(UserError, match="--output .*file cannot be used"):
         analyze.main([str(runs / "top2"), "--output", str(tmp_path / "file")])

@@ -173,6 +173,7 @@ def test_the_command_predicts_and_draws(tmp_path, capsys):
         ("--predict --drawn 4 --rank-tokens 0", "tokens must be at least 1, not 0"),
         ("--predict --drawn 4 --experts 4", "--experts would change nothing"),
         ("--nodes 4", "--nodes belongs to --predict RUN"),
+        ("--predict --drawn 4 --nodes 1 --output /dev/null/x", "--output /dev/null/x cannot be used"),
         ("--record runs/mine --tokens 0", "--tokens must be at least 1, not 0"),
     ],
 )

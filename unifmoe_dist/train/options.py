@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn
 
 from unifmoe_dist.errors import UserError, listed
@@ -21,6 +23,20 @@ def name_program(words: str) -> None:
 def program(script: str) -> str:
     """How the command was called: as the script launch/SCRIPT, unless it went by another name."""
     return _program or script
+
+
+@contextmanager
+def writing_to(output: Path) -> Iterator[None]:
+    """Make the folder of --output.
+
+    Raises:
+        UserError: it cannot be made, or what the context writes cannot be written.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise UserError(f"--output {output} cannot be used ({error}); choose another folder.") from error
 
 
 class OptionParser(argparse.ArgumentParser):

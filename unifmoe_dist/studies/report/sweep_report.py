@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from unifmoe_dist.errors import UserError
 from unifmoe_dist.files import write_text
 from unifmoe_dist.studies.paper_tables import TABLES
 from unifmoe_dist.studies.report.entries import Result, collect
@@ -13,6 +12,7 @@ from unifmoe_dist.studies.report.evidence import write_evidence
 from unifmoe_dist.studies.report.report_plots import plot_table
 from unifmoe_dist.studies.report.report_tables import as_csv, build_tables, latex, markdown
 from unifmoe_dist.studies.sweep.run_folder import last_words
+from unifmoe_dist.train.options import writing_to
 
 
 def write_report(runs: Path, output: Path) -> str:
@@ -23,8 +23,7 @@ def write_report(runs: Path, output: Path) -> str:
     """
     results = collect(runs)
     page = [f"{sum(r.finished for r in results)} of {len(results)} planned runs have finished."]
-    try:
-        output.mkdir(parents=True, exist_ok=True)
+    with writing_to(output):
         for table in build_tables(results):
             for suffix, text in (("md", markdown(table) + "\n"), ("tex", latex(table)), ("csv", as_csv(table))):
                 write_text(output / f"{table.name}.{suffix}", text)
@@ -34,8 +33,6 @@ def write_report(runs: Path, output: Path) -> str:
         page += _missing_runs([result for result in results if not result.finished], len(results))
         text = "\n\n".join(page)
         write_text(output / "report.md", text + "\n")
-    except OSError as error:
-        raise UserError(f"--output {output} cannot be used ({error}); choose another folder.") from error
     return f"{text}\n\nreport: {output / 'report.md'}"
 
 

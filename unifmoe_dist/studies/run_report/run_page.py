@@ -20,7 +20,6 @@ from torch import Tensor
 from unifmoe_dist import __version__
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.config.named import as_word, by_dotted_name
-from unifmoe_dist.errors import UserError
 from unifmoe_dist.files import write_text
 from unifmoe_dist.runtime import heartbeat
 from unifmoe_dist.studies import training_plots
@@ -34,6 +33,7 @@ from unifmoe_dist.studies.run_report.run_study import ElementStudy, RunStudy, St
 from unifmoe_dist.studies.run_report.sample import IMAGES, label_names, pixels, places_of
 from unifmoe_dist.studies.usage import layer_usage
 from unifmoe_dist.train.cli import dump_train_config
+from unifmoe_dist.train.options import writing_to
 from unifmoe_dist.upcycling import moe_layers
 
 SENTENCES = 6
@@ -60,8 +60,7 @@ def report_runs(runs: Sequence[LoadedRun], output: Path, options: StudyOptions, 
     Raises:
         UserError: the folder cannot be written.
     """
-    try:
-        output.mkdir(parents=True, exist_ok=True)  # before the work, not after
+    with writing_to(output):  # before the work, not after
         first, *others = zip(runs, find_masks(runs, options), strict=True)
         alone = replace(options, methods=False)  # one set of methods will do
         found = [study(first[0], options, first[1]), *(study(run, alone, masks) for run, masks in others)]
@@ -75,8 +74,6 @@ def report_runs(runs: Sequence[LoadedRun], output: Path, options: StudyOptions, 
         modules = {"figures": figures, "curves": training_plots, "several": several_runs}
         asked = {"data": sys.modules[__name__], "options": options, **modules}
         return write_page(output, "run_report.html", found=found, runs=runs, command=command, **asked)
-    except OSError as error:
-        raise UserError(f"--output {output} cannot be written ({error}); choose another folder.") from error
 
 
 # -- what the template asks for ---------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from unifmoe_dist.studies.records import csv_text, markdown
 from unifmoe_dist.studies.rehearsal.hosts import Network
 from unifmoe_dist.studies.scaling.measured_step import Layout, Measurement, Point, Study, measure, train_config
 from unifmoe_dist.studies.scaling.recorded_routing import write_routing
+from unifmoe_dist.train.options import writing_to
 
 
 def grid(
@@ -80,11 +81,8 @@ def run_study(layouts: Sequence[Layout], study: Study, folder: Path, progress: b
     """
     for layout in layouts:
         train_config(layout, study)  # refuses what cannot work before any rank starts
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output {folder} cannot be used ({error}); choose another folder.") from error
-    agree_on_study(folder, study)
+    with writing_to(folder):
+        agree_on_study(folder, study)
     done = {p.layout: p for p in read_points(folder)}
     missing = [layout for layout in layouts if layout not in done]
     failures = []

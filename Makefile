@@ -25,9 +25,9 @@ $(STAMP): setup.py constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit("error: Python 3.11 or newer is needed, but $(PYTHON) is %d.%d; set PYTHON=/path/to/python3.11 or newer." % v[:2] if v < (3, 11) else 0)'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	@# torch and torchvision in one command: their builds must match. Of 20,000 modules Python compiles what it imports.
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt torch torchvision
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[test,text]'
+	@# torch and torchvision in one command: their builds must match
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch torchvision
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,text]'
 	@touch $@
 
 train: $(STAMP) ## the main job and its dense twin on all GPUs or 2 CPU ranks, with a table (ARGS="--option value")

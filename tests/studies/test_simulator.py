@@ -78,6 +78,9 @@ def test_what_a_slow_link_adds_to_copying():
     sent = np.zeros((4, 4))
     sent[0, 2:] = 8  # rank 0 has all the bytes for the other node
     assert Links(2, math.inf, 4e-9, shared=True).seconds(Leg("there", "flat", False, sent)) == (0, 16)
+    # of groups that are less than a node, or end within one
+    assert Links(4, math.inf, 4e-9, shared=True).seconds(Leg("there", "flat", False, np.ones((2, 2)))) == (0, 0)
+    assert Links(2, math.inf, 4e-9, shared=True).seconds(Leg("there", "flat", False, np.ones((3, 3)))) == (0, 2)
 
 
 def test_what_crosses_between_nodes_in_a_ring_is_spread_over_their_links():

@@ -98,6 +98,22 @@ def test_what_the_wheel_says(built):
     assert set(text.get_all("Provides-Extra")) == set(licences.requirements()) - {""}
 
 
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
+def test_images_install_the_package_from_the_files_that_they_copy_first(tmp_path, name):
+    """Dependencies are installed before the code is there, so that a change of the code does not install them again."""
+    first, found, _ = (ROOT / "docker" / name).read_text().partition(" -e '.[")
+    assert found
+    for line in re.findall(r"^COPY (?!--)(.+)$", first, re.MULTILINE):
+        *files, target = line.split()
+        folder = tmp_path / target.removeprefix("/work/")
+        folder.mkdir(exist_ok=True)
+        for file in files:
+            shutil.copy(ROOT / file, folder)
+    build = "import setuptools.build_meta as backend; backend.build_editable('.')"
+    done = subprocess.run([sys.executable, "-c", build], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_lower_bounds_are_those_that_were_tested():
     """constraints-oldest.txt pins what is always needed, and what the tests import, at the stated lower bounds."""
     lines = (ROOT / "constraints-oldest.txt").read_text().splitlines()

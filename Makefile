@@ -15,7 +15,7 @@ IN_VENV := PATH="$(abspath $(BIN)):$$PATH"
 .PHONY: help setup train test test-all compiled lint gpu docs docker docker-test clean
 
 help: ## list the targets
-	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 21
 
 setup: $(STAMP) ## make .venv and install the project into it (PYTHON=..., VENV=...)
 

@@ -155,6 +155,18 @@ def test_a_slow_network_that_loses_packets_changes_nothing(two_hosts, whole, tmp
     assert losses(tmp_path) == whole
 
 
+def test_a_machine_that_cannot_slow_its_network_says_so_before_anything_runs(two_hosts, tmp_path, monkeypatch, capsys):
+    """It was found out after minutes of cut and kill."""
+
+    def without_nft(*_: object, **__: object) -> None:
+        raise FileNotFoundError("nft")
+
+    monkeypatch.setattr(Network, "slow", without_nft)
+    with pytest.raises(UserError, match="cannot be slowed here .nft.; install nftables"):
+        rehearse.main(["cut", "slow", "--output", str(tmp_path / "runs")])
+    assert not (tmp_path / "runs").exists() and not capsys.readouterr().out
+
+
 def hide_folder(rank: int, first_processes: list[int], folder: str) -> None:
     move(rank, first_processes)
     if rank == 1:

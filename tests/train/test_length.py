@@ -72,6 +72,11 @@ def test_an_epoch_rounds_up_and_the_schedule_covers_the_whole_plan(tmp_path):
         optimizer.step()
         schedule.step()
     assert rates == pytest.approx([9, 8, 7, 6, 5, 4, 3, 2, 1]) and schedule.get_last_lr()[0] == 0.0
+    config.data.batch_size = 100
+    assert in_steps(config, task).steps == 3
+    config.data.batch_size = 101
+    with pytest.raises(UserError, match="batch_size 101 holds all 10 items .* more than 10 times; give at most 10"):
+        in_steps(config, task)
     config.epochs, config.steps = None, 5
     assert in_steps(config, task) == config
 

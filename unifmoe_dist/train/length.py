@@ -16,10 +16,23 @@ from unifmoe_dist.data.metrics import ACCURACY, Metric
 from unifmoe_dist.data.task import TaskData
 from unifmoe_dist.errors import UserError
 
+MOST_PASSES = 10
+"""Over the data in one batch; a few are of use where it is tried on a handful of items."""
+
 
 def steps_per_epoch(config: TrainConfig, task: TaskData) -> int:
-    """Optimiser steps in one pass over the largest training environment, rounded up."""
-    return max(-(-len(part) // config.data.batch_size) for part in task.train)  # type: ignore[arg-type]
+    """Optimiser steps in one pass over the largest training environment, rounded up.
+
+    Raises:
+        UserError: a batch is far larger than all data, which would take the memory of the machine.
+    """
+    size, batch = max(len(part) for part in task.train), config.data.batch_size  # type: ignore[arg-type]
+    if batch > MOST_PASSES * size:
+        raise UserError(
+            f"data.batch_size {batch} holds all {size} items of the largest training environment more than "
+            f"{MOST_PASSES} times; give at most {size}."
+        )
+    return -(-size // batch)
 
 
 def in_steps(config: TrainConfig, task: TaskData) -> TrainConfig:

@@ -76,6 +76,7 @@ def test_config_errors(kwargs, words):
         (lambda: TrainConfig(model=3), "model must be a ModelConfig, not 3."),
         (lambda: TrainConfig(seed=2**32), "seed must be at least 0 and at most 4294967295, not 4294967296."),
         (lambda: TrainConfig(output=""), "output is empty; name a folder, or leave it out"),
+        (lambda: TrainConfig(output="a\0b"), "output 'a\\x00b' holds a null character"),
         (lambda: TrainConfig(epochs=2, steps=9), "epochs 2 sets steps by passes over the data"),
         (lambda: TrainConfig(data=DataConfig(root="there")), "data.root would change nothing in data.task digits"),
         (lambda: TrainConfig(data=DataConfig(sequence_length=9)), "data.sequence_length would change nothing"),

@@ -72,6 +72,8 @@ class TrainConfig:
                 )
         if self.output == "":  # as of a variable that is not set; it would be the folder in which the command runs
             raise UserError("output is empty; name a folder, or leave it out for a new one in runs.")
+        if "\0" in (self.output or ""):  # a file of options may hold it
+            raise UserError(f"output {self.output!r} holds a null character, which no folder's name can; leave it out.")
         if self.resume and self.output is None:
             raise UserError("--resume needs --output, the folder of the run to continue.")
         method, weight = method_of(self.model.moe), self.optim.auxiliary_weight

@@ -69,9 +69,10 @@ def places(gpus: Sequence[str] | None, jobs: int | None) -> list[dict[str, str]]
     if jobs is not None:
         raise UserError("--gpus and --jobs exclude each other: a GPU takes one run at a time.")
     gpus = gpus or [str(index) for index in range(count)]
+    there = f"{count} GPUs, numbered from 0" if count else "no GPU; leave --gpus out to run on CPU cores"
     for gpu in gpus:
         if not (gpu.isdecimal() and int(gpu) < count):
-            raise UserError(f"--gpus {gpu} does not exist; this machine has {count} GPUs, numbered from 0.")
+            raise UserError(f"--gpus {gpu} does not exist; this machine has {there}.")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     named = visible if len(visible) == count else [str(index) for index in range(count)]
     return [{"CUDA_VISIBLE_DEVICES": named[int(gpu)]} for gpu in gpus]

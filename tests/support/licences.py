@@ -37,7 +37,6 @@ PURPOSES = {
     "tensorboard": "training logs",
     "safetensors": "checkpoints",
     "pyyaml": "configurations",
-    "jsonargparse": "command lines",
     "pydantic": "checked options",
     "tqdm": "progress bars",
     "jinja2": "HTML reports",

@@ -8,8 +8,6 @@ where. A fixed number of experts per token: the paper's three observations. Seve
 all of them. Any run, dense ones too: learning curves and cost.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

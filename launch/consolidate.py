@@ -1,8 +1,6 @@
 #!/usr/bin/env python
 """One file from a run of any number of ranks: `python launch/consolidate.py RUN --output model.safetensors`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 #!/usr/bin/env python
 """Image data sets: `python launch/data.py prepare DATASET --archive FILE --root DIR`, `... verify DATASET`."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

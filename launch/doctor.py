@@ -1,8 +1,6 @@
 #!/usr/bin/env python
 """Check this environment and say what to do about each problem: `python launch/doctor.py`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 #!/usr/bin/env python
 """Score a saved run: `python launch/evaluate.py RUN [--checkpoint best|latest|step-N] [--split test|validation]`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,8 +1,6 @@
 #!/usr/bin/env python
 """A run as a Transformers or timm folder: `python launch/export.py RUN --output FOLDER`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

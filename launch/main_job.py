@@ -1,8 +1,6 @@
 #!/usr/bin/env python
 """The main job on whatever is here: train UniF-MoE and its dense twin through the deepspeed launcher, then compare."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -7,8 +7,6 @@
 Trains three steps of each on made-up items, in new processes. `launch/train.py --estimate` shows an estimate alone.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path

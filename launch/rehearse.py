@@ -5,8 +5,6 @@ python launch/rehearse.py [cut] [kill] [slow]            what a cluster does to 
 python launch/rehearse.py slow-link [--megabits 100]     flat and two_level over a slow link, side by side
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

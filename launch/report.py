@@ -4,8 +4,6 @@
 Writes FOLDER/report/: report.md with every table, plot and missing run, and for each table NAME.md, .tex, .csv, .png.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -8,8 +8,6 @@ python launch/scale.py --placement RUN ...                       how evenly expe
 python launch/scale.py --predict RUN ... --drawn 512             predict clusters by that, flat and two-level
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from dataclasses import fields, replace

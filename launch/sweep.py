@@ -13,8 +13,6 @@ Data, tokenizers and weights are looked at once before any run starts. The same 
 resumes what is half done and retries what failed. Two sweeps on one folder share the work.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 #!/usr/bin/env python
 """Train UniF-MoE: `deepspeed launch/train.py [--config FILE] [--option value ...]`."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ items of every environment, grouped, in the order of the task's environments, on
 items, averaged over ranks, is the mean over the global batch, and no algorithm depends on the number of ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 

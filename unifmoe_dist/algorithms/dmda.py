@@ -19,8 +19,6 @@ BatchNorm. The temperature is the one of the authors' example command (4); train
 optimiser and its schedule are the run's.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Empirical risk minimisation: the cross-entropy of all environments' items together (Vapnik, 1998)."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from unifmoe_dist.algorithms.algorithm import Algorithm

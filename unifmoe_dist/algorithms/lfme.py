@@ -17,8 +17,6 @@ are shared, and so is gradient clipping, which limits the norm over the model an
 (optim.grad_clip 0 clips nothing, like the original).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -19,8 +19,6 @@ Mixture of Experts", EMNLP 2018, and consistency with them from Zhou, Yang, Qiao
 Learning", IEEE TIP 2021. Only f is deployed. v = w = 1 by default.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """The registry of training algorithms: what `algorithm.name` can be, one line each. Imports no PyTorch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

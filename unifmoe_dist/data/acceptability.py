@@ -4,8 +4,6 @@ About half the sentences are as their authors wrote them (label 1), the others c
 (label 0). A sentence appears once, in one form, in one split.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Archives from elsewhere: their checksum, and unpacking that cannot write outside its folder."""
 
-from __future__ import annotations
-
 import lzma
 import shutil
 import stat

@@ -5,8 +5,6 @@ and its code (github.com/facebookresearch/DomainBed, `datasets.py`, `scripts/dow
 DomainBed's order, that of their sorted folder names, because the split of an environment depends on its index.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

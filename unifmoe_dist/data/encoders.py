@@ -1,7 +1,5 @@
 """BERT-style encoders of Transformers and their tokenizers: from the hub, from a folder, or with random weights."""
 
-from __future__ import annotations
-
 import string
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ The official files are tab-separated with no quoting: a `"` is a character like 
 only a line feed ends a row. So they are cut at tabs and line feeds, by no CSV reader.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 DATASET/ENVIRONMENT/CLASS/.../IMAGE
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Image files as tensors: decoding, and the transforms of DomainBed."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import sys

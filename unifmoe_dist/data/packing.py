@@ -4,8 +4,6 @@ Documents are joined with the tokenizer's end token. A window of T inputs is T +
 first of the next window: its labels are its inputs moved by one. What is left at the end is too short and dropped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From official archives to a data set in DomainBed's layout."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

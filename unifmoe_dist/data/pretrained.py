@@ -1,7 +1,5 @@
 """Models of Transformers and their tokenizers, from the hub or from a folder: what encoders and decoders share."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ as text: nothing is downloaded. Another Python version has slightly other senten
 gets the same label and the same corruption in both.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re

@@ -3,8 +3,6 @@
 Texts with more tokens than the encoder takes are cut; tokens that it has no embedding for are refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Texts by domain: from a folder of .txt and .jsonl files, a data set on the Hugging Face hub, or Brown's genres."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The small ViTs in timm's registry: after importing this module, `timm.create_model("digits_vit")` knows them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from timm.models import register_model

@@ -5,8 +5,6 @@ what is in it. The rank that comes first writes it under a lock, and the others 
 every rank tokenises for itself.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -4,8 +4,6 @@ A vocabulary of 49,152 makes 100 MB of logits of 512 tokens; the log-probabiliti
 would take three times that. So rows are taken some at a time, and computed again in the backward pass.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -3,8 +3,6 @@
 The manifest says what a prepared data set was made from and what it holds, so that it can be checked later.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """ViT backbones from timm, with weights from its hub, from a local file, or none."""
 
-from __future__ import annotations
-
 import difflib
 from pathlib import Path
 from typing import Any

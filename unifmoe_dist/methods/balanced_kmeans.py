@@ -1,7 +1,5 @@
 """k-means with clusters of equal size, as EMoE splits an FFN (its code uses the package k-means-constrained)."""
 
-from __future__ import annotations
-
 import numpy as np
 from sklearn.cluster import kmeans_plusplus
 

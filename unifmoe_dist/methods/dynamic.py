@@ -4,8 +4,6 @@ An optimiser cannot grow, so all slots exist from the start, a mask says which a
 takes a free slot. Mask and statistics are buffers, so a checkpoint resumes them at any number of ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 

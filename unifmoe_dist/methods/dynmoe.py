@@ -5,8 +5,6 @@ Facts from the paper and its code (github.com/LINs-lab/DynMoE, folder EMoE: the 
 `gated_multi_gate_t`, their Tutel layer, and the scripts for DomainBed and GLUE). docs/fidelity.md compares the numbers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -4,8 +4,6 @@ Facts from the paper and its code (github.com/qiuzh20/EMoE, `Vision/domainbed/mo
 DomainBed setting is 24 experts, top 4, in two layers of a ViT-S.
 """
 
-from __future__ import annotations
-
 from typing import Self
 
 import torch

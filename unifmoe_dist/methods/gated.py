@@ -5,8 +5,6 @@
 A method is a gate, which says what g is. Experts, exchange, statistics and checkpoints are those of every layer.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

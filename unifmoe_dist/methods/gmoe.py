@@ -3,8 +3,6 @@
 Facts from the paper, its code (github.com/Luodian/Generalizable-Mixture-of-Experts) and Tutel's `cosine_top` gate.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

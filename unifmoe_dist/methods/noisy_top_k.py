@@ -4,8 +4,6 @@ GMoE, EMoE and the top-k layers of DynMoE's GLUE scripts train with it: Tutel's 
 and gate_noise 1.0. docs/fidelity.md compares the numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -9,8 +9,6 @@ rows with a number: unif-lambda-0.1, unif-blocks-16, unif-experts-12. At the bas
 is the row `unif`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The standard top-k MoE layer."""
 
-from __future__ import annotations
-
 from typing import Self
 
 import torch

@@ -1,7 +1,5 @@
 """A dense FFN made wider: what a model of equal computation does without any routing."""
 
-from __future__ import annotations
-
 from typing import Any, Self
 
 import torch

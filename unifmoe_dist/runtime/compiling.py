@@ -5,8 +5,6 @@ processes wait meanwhile for the file `lock` in its folder. Up to torch 2.10 the
 that was killed leaves it, and then others wait for ever. Later the file stays, and the kernel knows who holds it.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import sys

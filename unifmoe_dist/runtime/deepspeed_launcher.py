@@ -4,8 +4,6 @@ The terminal interrupts all processes of a job. DeepSpeed's outermost would end 
 ranks have saved; here it waits for them.
 """
 
-from __future__ import annotations
-
 import signal
 
 from unifmoe_dist.runtime.failure import leave_for

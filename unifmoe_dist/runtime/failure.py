@@ -5,8 +5,6 @@ even from inside a collective that will never end. Before the ranks have joined 
 all ranks meet the same error, a lock file shared by the ranks of a node lets one of them speak.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

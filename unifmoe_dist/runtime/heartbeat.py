@@ -4,8 +4,6 @@ with beating():
     doing("reading the data")
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

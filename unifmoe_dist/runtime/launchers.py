@@ -7,8 +7,6 @@ So is the interface that gloo uses. It takes the address that the host's own nam
 127.0.1.1 for it, which no other host can reach, so the one is chosen that leads to rank 0.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -1,7 +1,5 @@
 """Jobs whose ranks this process starts itself, on one machine: sweeps, measurements and tests."""
 
-from __future__ import annotations
-
 import io
 import multiprocessing
 import os

@@ -7,8 +7,6 @@ addresses that the dead ranks of the one before left there, under the same keys.
     rank 0:      answers every nonce that it finds, of dead ranks too, until it has all acks of its word
 """
 
-from __future__ import annotations
-
 import os
 import random
 import secrets

@@ -1,7 +1,5 @@
 """What a command's process is told before it works: where it prints, warns and draws, whatever it has inherited."""
 
-from __future__ import annotations
-
 import codecs
 import os
 import sys

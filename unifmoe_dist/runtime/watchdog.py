@@ -6,8 +6,6 @@ closes nothing, so the kernels also probe each other (TCP keep-alive), and silen
 cannot do that: gloo reports a dead peer only to those that talk to it, NCCL to nobody before its timeout of minutes.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Scores by domain before and after training, of runs that record both: a table and a plot."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -11,8 +11,6 @@ torch's own `MemTracker` (torch.distributed._tools) does not take its place: for
 with UniF-MoE layers on the CPU its peak was 0.8 % above the allocator's records, that of `LiveBytes` within 0.0001 %.
 """
 
-from __future__ import annotations
-
 import resource
 import sys
 import threading

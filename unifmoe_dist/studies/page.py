@@ -5,8 +5,6 @@ templates/blocks.html. The page holds its images, loads nothing, and runs no scr
 templates escape them.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import math

@@ -4,8 +4,6 @@ Differences are an array (S, D): of S seeds, in each of D domains held out in tu
 their data splits, order of batches and initial backbone, so what is left between them is the method's and chance.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

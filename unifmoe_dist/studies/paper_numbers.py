@@ -3,8 +3,6 @@
 A score is `(mean, standard deviation)`; the deviation is None where the paper gives none.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import yaml

@@ -1,7 +1,5 @@
 """The paper's tables as data, and this project's own: which data sets, methods and seeds each needs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 SEEDS = (0, 1, 2)

@@ -1,7 +1,5 @@
 """The templates of pages and texts, templates/*: prose and layout stand there, numbers are handed to them."""
 
-from __future__ import annotations
-
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 

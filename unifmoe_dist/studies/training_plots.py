@@ -1,7 +1,5 @@
 """How runs went: loss, score and computation over steps, expert and block usage; as the plots of one run too."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path

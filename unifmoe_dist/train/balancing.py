@@ -5,8 +5,6 @@ experts is to choose an order for them and to read what has just been written. T
 progress, and a run that goes on with as many ranks in a group takes it up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

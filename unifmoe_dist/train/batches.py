@@ -3,8 +3,6 @@
 The global batch of a step is the same at every world size; ranks take equal, contiguous slices of it.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """From a configuration to the task, the model, the training algorithm and the optimiser."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

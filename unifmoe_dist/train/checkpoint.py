@@ -17,8 +17,6 @@ A folder is written under a temporary name, flushed to the disk and renamed once
 exists is whole, whatever is killed and even if the power fails. Older checkpoints go only when `latest` is in place.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Sequence

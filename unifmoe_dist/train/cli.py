@@ -1,7 +1,5 @@
 """Command lines: typed options from the configuration classes, and errors as one sentence."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import select

@@ -8,8 +8,6 @@ A parameter's state is `{"fp32": master weight, "exp_avg": ..., ...}`; the optim
 stand apart. Collecting, restoring and taking over are collective over the ranks that hold the parameter.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

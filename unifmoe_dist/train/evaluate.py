@@ -1,7 +1,5 @@
 """Scores of a model on data sets, over all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ Both hold float32 weights under the names of a one-process model's `state_dict()
 twin's folder is an ordinary Transformers or timm folder.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import asdict

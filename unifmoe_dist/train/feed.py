@@ -4,8 +4,6 @@ To a CUDA device a batch goes from pinned memory, on a stream of its own, and th
 a batch is where the model is when it is read, and nothing is read before it is asked for.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator

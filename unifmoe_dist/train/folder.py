@@ -1,7 +1,5 @@
 """Which folder a run may write into, an empty one or with --resume its own, and the options with which it goes on."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from dataclasses import asdict

@@ -5,8 +5,6 @@ exchange, one pass over the gradients that this rank holds (under ZeRO 1 to 3, i
 for the device. Only when something is wrong is the step run again, with hooks, to find the place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

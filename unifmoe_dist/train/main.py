@@ -1,7 +1,5 @@
 """One training job, from its options to its summary: launch/train.py and every run of a sweep."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

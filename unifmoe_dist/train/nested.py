@@ -1,7 +1,5 @@
 """Tensors in what batches are made of: tuples, lists and mappings, one in the other."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any

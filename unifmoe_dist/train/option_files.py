@@ -1,7 +1,5 @@
 """YAML files and values of options: of the right type, or one sentence that says where and what is wrong."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress

@@ -7,8 +7,6 @@ For a language task the folder `backbone` in a run holds the dense model's confi
 than it open where the backbone's config can be had.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from functools import partial

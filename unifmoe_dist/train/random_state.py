@@ -1,7 +1,5 @@
 """The state of all random generators of a rank as tensors."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -4,8 +4,6 @@ What a batch holds depends on its key alone, never on which worker makes it or w
 number of workers.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -5,8 +5,6 @@ L = L_algorithm + sum over layers of weight * auxiliary loss; for UniF-MoE that 
 L_algorithm is the task loss, or that of the training algorithm (algorithms).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path

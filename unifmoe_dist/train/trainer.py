@@ -1,7 +1,5 @@
 """One training run, from configuration to summary."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """What a run tells people: its first lines, the numbers beside its bar, and its end. summary.json has every digit."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path

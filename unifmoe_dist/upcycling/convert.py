@@ -1,7 +1,5 @@
 """Layers of experts by method and options, put into a model in the place of its dense FFNs, and found there."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

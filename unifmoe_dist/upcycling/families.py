@@ -1,7 +1,5 @@
 """Families with an adapter of their own, and the choice of an adapter for a model; other models' FFNs are found."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Encoders of Hugging Face Transformers."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import Any

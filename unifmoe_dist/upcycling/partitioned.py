@@ -1,7 +1,5 @@
 """Models whose weights ZeRO 3 spreads over ranks while they are made, as `from_pretrained` makes them under Trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

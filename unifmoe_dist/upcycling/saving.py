@@ -11,8 +11,6 @@ Transformers knows only after the call: without it, building the model fails at 
 take no activation from the configuration, it also names a file of weights, which Transformers refuses with those words.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import re

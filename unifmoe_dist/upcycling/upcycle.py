@@ -1,7 +1,5 @@
 """`upcycle`: dense FFNs become MoE layers, UniF-MoE's or another method's, that start from their weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 

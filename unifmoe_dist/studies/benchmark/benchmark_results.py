@@ -1,7 +1,5 @@
 """Results of the benchmark: Markdown tables, bars for layers and models, lines for sweeps."""
 
-from __future__ import annotations
-
 import json
 import platform
 from collections.abc import Iterable

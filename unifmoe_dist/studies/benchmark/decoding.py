@@ -4,8 +4,6 @@ One layer that is timed again and again finds its weights in the cache, as far a
 other layers have passed through meanwhile, so that all are read from memory: "swept" passes 64 MB before each call.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import time

@@ -4,8 +4,6 @@ Layers are the paper's two at their operating points and as they start, and swee
 dense, with UniF-MoE layers, and with top-2 mixtures in the same places.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

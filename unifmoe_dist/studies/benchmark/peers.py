@@ -5,8 +5,6 @@ cost a dense FFN, of which every token uses top_k and none is dropped. It import
 `Unavailable`, or whatever the library raises, where that cannot run.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The floor of a contender is its arithmetic at the dense rate: for a UniF-MoE layer C_B / B times the dense FFN.
 """
 
-from __future__ import annotations
-
 import random
 import statistics
 import time

@@ -17,8 +17,6 @@ measurements left: there it is the peak of the bytes that live tensors hold, par
 included, temporaries inside one operation not. `MeasuredCost.memory_kind` says which.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager

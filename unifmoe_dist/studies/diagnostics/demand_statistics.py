@@ -1,7 +1,5 @@
 """Functional demand over pairs of experts, each pair weighing the same (observation 3)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

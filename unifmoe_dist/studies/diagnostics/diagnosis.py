@@ -1,7 +1,5 @@
 """The paper's three observations on one trained top-k MoE layer, from its experts, tokens and gates; as files too."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

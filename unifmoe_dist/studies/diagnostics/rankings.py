@@ -4,8 +4,6 @@ with another (observation 1), and how differently two routers rank the experts (
 Pairs i < j are in one order, P = K (K - 1) / 2 of them: (0, 1), (0, 2), ..., (K - 2, K - 1).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import comb
 

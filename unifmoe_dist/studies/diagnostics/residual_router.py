@@ -13,8 +13,6 @@ are; Adam trains it on one of two objectives, and the same training on complete 
   responses no longer single out the original pair: the control holds the two apart.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """How ranks find and reach one another."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import socket

@@ -4,8 +4,6 @@ A check is a function that yields `Finding`s. The folder of data sets is looked 
 names are read, images are not opened.
 """
 
-from __future__ import annotations
-
 import shlex
 import warnings
 from collections.abc import Callable, Iterator

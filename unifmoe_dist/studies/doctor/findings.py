@@ -1,7 +1,5 @@
 """What a check finds, and what to do about it."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Python, the libraries, the machine, its GPUs and the kernels for them."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

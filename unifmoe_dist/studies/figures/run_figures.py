@@ -1,8 +1,6 @@
 """What a run's layers do, as figures. UniF-MoE: statistics over tokens; images with what their patches cost, what each
 semantic element uses, sentences with what their tokens cost. A fixed number of experts: the three observations."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any

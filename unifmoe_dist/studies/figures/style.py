@@ -1,7 +1,5 @@
 """What all figures share. They are plain matplotlib `Figure`s, without pyplot's global state."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

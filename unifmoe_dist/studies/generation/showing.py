@@ -1,7 +1,5 @@
 """Texts of a language model for readers: coloured on a terminal, in numbers, and as a page."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Texts that a saved language model writes, token by token, and what each token used in every layer of experts."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

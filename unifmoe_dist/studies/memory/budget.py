@@ -1,7 +1,5 @@
 """Estimates against a budget, as `launch/train.py --estimate` prints them: one in detail, many as a table."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import warnings

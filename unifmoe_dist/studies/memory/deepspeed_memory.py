@@ -16,8 +16,6 @@ Offloading moves master weights, states and a float32 gradient of the partition 
 optimiser works on the weights: no master weights, all states on every rank, gradients all-reduced through a flat copy.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

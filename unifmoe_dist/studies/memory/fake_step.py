@@ -6,8 +6,6 @@ parts are stood for: what depends on values in layers of experts (`stand_ins.py`
 (`deepspeed_memory.py`). So the peak is the peak of a timeline, and its parts are what was held at that moment.
 """
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ On a GPU the allocator keeps the highest number of bytes in use; on the CPU the 
 the same measure (`meters.allocations`).
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ With two ranks on a host these travel by `two_level`, which finds the nodes by t
 Every scenario is judged by the losses: however often it was stopped, a run must end with those of an undisturbed one.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Trained is a small ViT on digits, the same run with each; timed are the exchange
 two hosts and on one of them. Bytes are those that the hosts' interfaces count, whatever sent them.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The rehearsal of a slow link: runs it, and shows what was found in one table and one plot."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run's folder as what an analysis needs: its options, data, trained model and records."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The paper's cost table for a run's own model, and for every method of the paper's tables at the run's backbone."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

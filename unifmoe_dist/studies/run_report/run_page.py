@@ -1,7 +1,5 @@
 """The report of one run, or of several: templates/run_report.html, and what it asks for besides studies."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import math

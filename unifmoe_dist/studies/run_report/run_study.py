@@ -1,7 +1,5 @@
 """Everything that is computed about one run; page_data.py and templates/ show it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

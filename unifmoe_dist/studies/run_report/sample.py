@@ -1,8 +1,6 @@
 """Some of a run's test data, drawn once and by the same seed for every run: what its layers are watched on; and the
 semantic elements that the patches of its images show."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile

@@ -1,7 +1,5 @@
 """What several runs show together: observation 3, and co-activation by weight of the Gram loss, over all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

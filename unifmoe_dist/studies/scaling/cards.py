@@ -1,7 +1,5 @@
 """Rates of cards that a prediction rests on; cards.yaml has them, with where each comes from."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

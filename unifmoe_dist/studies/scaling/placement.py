@@ -4,8 +4,6 @@ A placement is chosen on one half of the tokens and judged on the other. As they
 r of K / R experts. Best: as `unifmoe_dist.placement` finds it for blocks and tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Steps on clusters of many sizes, for recorded and drawn routing, as a table; and where the two exchanges cross."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plots of a scaling study and of cost-model predictions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A scaling study: a grid of layouts, each measured on ranks started here, kept in a CSV that a re-run continues."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

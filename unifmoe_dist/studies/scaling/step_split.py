@@ -1,7 +1,5 @@
 """Where the time of a training step goes, part by part, forward and backward, from a torch.profiler recording."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

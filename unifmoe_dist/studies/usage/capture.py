@@ -1,7 +1,5 @@
 """What MoE layers see and decide over a data set, token by token, taken by forward hooks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any

@@ -4,8 +4,6 @@ A folder of masks holds one PNG per image with a class number per pixel: a palet
 one. 255 marks pixels that belong to no class. `labels.json` in that folder may name classes: {"0": "background", ...}.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Tokens as readers know them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -10,7 +10,7 @@ from torch import nn
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling.dense_ffn import Adapter, DenseFFN
 from unifmoe_dist.upcycling.found import find_ffns
-from unifmoe_dist.upcycling.huggingface import BertLike, DistilBertLike, ViTLike
+from unifmoe_dist.upcycling.huggingface import BertLike, DistilBertLike
 from unifmoe_dist.upcycling.reader import WAY_OUT, Parts, read_ffn
 
 
@@ -58,8 +58,6 @@ ADAPTERS: list[Adapter] = [
     BertLike("CamemBERT", model_type="camembert"),
     BertLike("ELECTRA", model_type="electra"),
     DistilBertLike("DistilBERT", model_type="distilbert"),
-    ViTLike("ViT", model_type="vit"),
-    ViTLike("DeiT", model_type="deit"),
 ]
 
 

@@ -77,25 +77,3 @@ class DistilBertLike(_HuggingFace):
     def install(self, block: Any, layer: nn.Module) -> None:
         block.ffn.lin1, block.ffn.activation, block.ffn.lin2 = layer, _nothing(block), _nothing(block)
         self.connect(block, layer)
-
-
-class ViTLike(BertLike):
-    """`layer.mlp` becomes the UniF-MoE layer; dropout and residual are outside of it.
-
-    Before Transformers 5 these models were laid out like BERT.
-    """
-
-    def blocks(self, model: Any) -> Sequence[nn.Module]:
-        base = model.base_model
-        return base.layers if hasattr(base, "layers") else super().blocks(model)
-
-    def read(self, block: Any) -> DenseFFN:
-        if not hasattr(block, "mlp"):
-            return super().read(block)
-        return DenseFFN.of(block.mlp.fc1, block.mlp.activation_fn, block.mlp.fc2)
-
-    def install(self, block: Any, layer: nn.Module) -> None:
-        if not hasattr(block, "mlp"):
-            return super().install(block, layer)
-        block.mlp = layer
-        self.connect(block, layer)

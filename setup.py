@@ -18,6 +18,9 @@ TRAIN = [
     "matplotlib>=3.8",
     "tensorboard>=2.15",
     "pyyaml>=6.0",
+    # Typed command lines and YAML straight from the configuration classes. Since 4.52 values can be kept from
+    # importing modules.
+    "jsonargparse[signatures]>=4.52",
     "tqdm>=4.66.3",
     "jinja2>=3.1.6",  # pages of launch/analyze.py, tables in LaTeX (by pandas); torch needs it too
     "psutil>=5.9",

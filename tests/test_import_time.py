@@ -172,7 +172,7 @@ def without(*brought: str) -> str:
     absent = [
         m for m, owners in by_module.items() if not {licences.canonical(o) for o in owners} & {*there, "unifmoe-dist"}
     ]
-    assert {"deepspeed", "psutil", "pandas"} <= {*absent}
+    assert {"deepspeed", "jsonargparse", "pandas"} <= {*absent}
     return f"absent = {absent!r}\n{ABSENT}"
 
 

@@ -39,7 +39,7 @@ def interrupted(tmp_path, slow: str, *words) -> tuple[int, str]:
 
 @pytest.mark.parametrize("script", ["consolidate", "main_job"])
 def test_while_a_script_is_imported(script, tmp_path):
-    assert interrupted(tmp_path, "yaml", ROOT / "launch" / f"{script}.py") == (-signal.SIGINT, "")
+    assert interrupted(tmp_path, "jsonargparse", ROOT / "launch" / f"{script}.py") == (-signal.SIGINT, "")
 
 
 def test_while_a_command_imports_what_it_needs(tmp_path):

@@ -37,6 +37,7 @@ PURPOSES = {
     "tensorboard": "training logs",
     "safetensors": "checkpoints",
     "pyyaml": "configurations",
+    "jsonargparse": "command lines",
     "pydantic": "checked options",
     "tqdm": "progress bars",
     "jinja2": "HTML reports",

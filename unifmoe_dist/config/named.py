@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
-from typing import Any, TypeVar, get_args, get_type_hints
-
-from unifmoe_dist.config.checked import words_of
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
+from typing import Any, TypeVar, get_type_hints
 
 Options = TypeVar("Options")
 
@@ -26,42 +23,6 @@ def kinds_of(cls: Any, prefix: str = "") -> dict[str, Any]:
     for name, kind in get_type_hints(cls).items():
         flat |= kinds_of(kind, f"{prefix}{name}.") if is_dataclass(kind) else {prefix + name: kind}
     return flat
-
-
-@dataclass(frozen=True)
-class Option:
-    """One option for readers: its dotted name, type and default, and what its class says of it and of itself."""
-
-    name: str
-    kind: Any
-    default: Any
-    text: str
-    group: str
-
-    @property
-    def may_be_null(self) -> bool:
-        return type(None) in get_args(self.kind)
-
-    @property
-    def values(self) -> str:
-        """What it may be, in words."""
-        return " or ".join(words_of(self.kind))
-
-
-def described(cls: Any, prefix: str = "") -> Iterator[Option]:
-    """The options of a class, group by group, in the order in which they are written there."""
-    title, _, rest = cls.__doc__.partition("\n")
-    texts = dict(re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", rest, re.M))
-    kinds, groups = get_type_hints(cls), []
-    for field in fields(cls):
-        name, kind = prefix + field.name, kinds[field.name]
-        if is_dataclass(kind):
-            groups.append((kind, f"{name}."))
-            continue
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        yield Option(name, kind, default, " ".join(texts[field.name].split()), title.rstrip("."))
-    for kind, name in groups:
-        yield from described(kind, name)
 
 
 def as_word(value: Any) -> str:

@@ -3,6 +3,8 @@
 The layer and `upcycle` do without those libraries.
 """
 
+from __future__ import annotations
+
 import errno
 import sys
 from types import TracebackType
@@ -11,7 +13,7 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.runtime.signals import is_command
 
 TRAIN = {
-    *("PIL", "datasets", "deepspeed", "jinja2", "matplotlib", "ninja", "numpy", "pandas", "psutil"),
+    *("PIL", "datasets", "deepspeed", "jinja2", "jsonargparse", "matplotlib", "ninja", "numpy", "pandas", "psutil"),
     *("scipy", "sklearn", "tensorboard", "timm", "torchvision", "tqdm", "transformers", "yaml"),
 }
 """The libraries, by the names by which they are imported."""

@@ -1,103 +1,50 @@
 """Command lines: typed options from the configuration classes, and errors as one sentence."""
 
-import argparse
+from __future__ import annotations
+
 import os
 import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args
 
-import yaml
+from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
 from unifmoe_dist import resources
 from unifmoe_dist.config import TrainConfig
-from unifmoe_dist.config.checked import words_of
-from unifmoe_dist.config.named import Option, as_word, by_dotted_name, described, kinds_of, made_of
+from unifmoe_dist.config.named import by_dotted_name, kinds_of, made_of
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.leaving import leave_if_joined
 from unifmoe_dist.runtime import failure, heartbeat, signals, terminal
-from unifmoe_dist.train.old_runs import unwritten
-from unifmoe_dist.train.option_files import nearest, read_options, read_word
-from unifmoe_dist.train.options import OptionParser
+from unifmoe_dist.train.old_runs import unwritten_words
+from unifmoe_dist.train.option_errors import check_file, mistake_in_file, mistake_in_words
 from unifmoe_dist.train.run import resumes
 
 
-def train_parser(prog: str | None = None) -> OptionParser:
-    """Parser of every TrainConfig field, a YAML file through --config, and --print-config; it gives what was given."""
-    parser = _TrainParser(
+def train_parser(prog: str | None = None) -> ArgumentParser:
+    """Parser of every TrainConfig field, a YAML file through --config, and --print-config."""
+    # Otherwise a value such as `model: some.module.Class` would be imported, which runs that module.
+    set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=["unifmoe_dist.config"])
+    parser = ArgumentParser(
         prog=prog,
         usage="%(prog)s [--config FILE] [--OPTION VALUE ...]",
         description="Train UniF-MoE (or its dense twin) on DeepSpeed. Without options: the main job, handwritten "
         "digits with one rotation held out.",
-        epilog="A switch may stand alone or be turned off: --baseline, --no-baseline, --baseline false. "
+        epilog="A switch may stand alone or be turned off: --baseline, --no-baseline, --baseline false.\n"
         "launch/train.py --estimate [--num-gpus-per-node N] [--num-nodes N] [--gpu-memory-gb 24] trains nothing "
         "and shows the memory that a run needs; needs no GPU and no data.",
-        argument_default=argparse.SUPPRESS,
+        exit_on_error=False,
+        allow_abbrev=False,  # a typing mistake must not pass for another option
+        print_config="--print-config",
     )
-    parser.add_argument("--config", metavar="FILE", action=_File, help="YAML file of options; later ones override it.")
-    parser.add_argument("--print-config", action="store_true", help="Print the options as YAML, and exit.")
-    groups: dict[str, Any] = {}
-    for option in described(TrainConfig):
-        group = groups.get(option.group) or groups.setdefault(option.group, parser.add_argument_group(option.group))
-        text = f"{option.text} ({option.values}; default: {as_word(option.default)})".replace("%", "%%")
-        own: dict[str, Any] = {"action": _Set, "kind": option.kind}
-        if bool in (option.kind, *get_args(option.kind)):
-            group.add_argument(f"--no-{option.name}", dest=option.name, nargs=0, help=argparse.SUPPRESS, **own)
-            own |= {"nargs": "?", "const": "true"}
-        group.add_argument(f"--{option.name}", metavar=_metavar(option), help=text, **own)
+    parser.add_argument("--config", action="config", help="YAML file of options; later options override it.")
+    parser.add_class_arguments(TrainConfig)
     return parser
-
-
-def _metavar(option: Option) -> str:
-    choices = words_of(option.kind)
-    if Literal in (get_origin(option.kind), *map(get_origin, get_args(option.kind))) or option.kind is bool:
-        return f"{{{','.join(choices)}}}"
-    return option.name.rpartition(".")[2].upper()
-
-
-class _TrainParser(OptionParser):
-    def unknown(self, word: str) -> str:
-        """What is wrong with a word that is no option, or too many."""
-        options = ["config", *kinds_of(TrainConfig)]
-        if not word.startswith("-"):
-            return f"{word!r} is one word too many; an option's value stands behind its name, as in --steps 200."
-        name = word.removeprefix("--")
-        if example := next((option for option in options if option.startswith(f"{name}.")), None):
-            return f"{word} holds options, which are given one by one, such as --{example}."
-        if name.replace("_", "-") in _LAUNCHERS:
-            return f"{word} is an option of the launcher, so it stands before launch/train.py, not after it."
-        return f"there is no option {word}; {nearest(name, options)}"
-
-
-_LAUNCHERS = ("num-gpus", "num-accelerators", "num-nodes", "master-port", "hostfile", "nproc-per-node", "nnodes")
-
-
-class _Set(argparse.Action):
-    """Keeps an option's value, of its kind; --no-NAME, which takes none, turns a switch off."""
-
-    def __init__(self, *args: Any, kind: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.kind = kind
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        setattr(namespace, self.dest, read_word(self.dest, self.kind, "false" if self.nargs == 0 else values))
-
-
-class _File(argparse.Action):
-    """Keeps all that a file gives."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        path = Path(resources.config(values))
-        if values and not path.exists():
-            raise UserError(f"--config: there is no file {values}.")
-        if not values or not path.is_file():
-            shown = repr(str(path.absolute())) if values else "empty"
-            raise UserError(f"--config {shown} is no file; give a YAML file of options.")
-        vars(namespace).update(read_options(path))
 
 
 def parse_train_config(arguments: Sequence[str], prog: str | None = None) -> TrainConfig:
@@ -117,22 +64,63 @@ def parse_options(arguments: Sequence[str], prog: str | None = None) -> dict[str
     Raises:
         UserError: an unknown key, a wrong type or a missing file.
     """
-    words = [word for word in arguments if not word.startswith(("--local_rank", "--local-rank"))]  # of launchers
-    given = vars(train_parser(prog).parse_args(words))
-    printed = given.pop("print_config", False)
-    run = Path(given.get("output") or "")
-    if resumes(given.get("resume", False), run) and (run / "config.yaml").is_file():
-        given = {**_written(run / "config.yaml"), **given}
-    if printed:
-        print(dump_train_config(made_of(TrainConfig, given)), end="")
-        sys.exit()
-    return {**by_dotted_name(asdict(TrainConfig())), **given}
+    parser, words = train_parser(prog), _tidy(arguments)
+    for path in _files(words):
+        _read_alone(parser, path)
+    try:
+        parsed = parser.parse_args(words)
+        run = Path(parsed.output or "")
+        saved = run / "config.yaml"
+        if resumes(parsed.resume, run) and saved.is_file():
+            _read_alone(parser, saved)
+            parsed = parser.parse_args(["--config", str(saved), *unwritten_words(saved), *words])
+    except (ArgumentError, ImportError, UnicodeDecodeError) as error:  # a value names a module; a file is no text
+
+        def fits(name: str, word: str) -> bool:
+            return _takes(partial(parser.parse_args, [f"--{name}={word}"]))
+
+        mistake = mistake_in_words(words, fits)
+        raise UserError(mistake or _as_it_is(error)) from error
+    return _by_name(parsed)
 
 
-def _written(path: Path) -> dict[str, Any]:
-    """The options that a run wrote, and what its version did where they lack some."""
-    found = read_options(path)
-    return {**unwritten(found), **found}
+def _by_name(parsed: Namespace) -> dict[str, Any]:
+    return {name: value for name, value in by_dotted_name(parsed.as_dict()).items() if name != "config"}
+
+
+def _read_alone(parser: ArgumentParser, path: Path) -> Namespace:
+    """The options of a file and the defaults of others; mistakes are said with the file's name."""
+    found = check_file(path)
+    try:
+        return parser.parse_args(["--config", str(path)])
+    except (ArgumentError, ImportError) as error:
+
+        def fits(name: str, value: object) -> bool:
+            return _takes(partial(parser.parse_object, {name: value}))
+
+        mistake = mistake_in_file(path, found, fits)
+        raise UserError(mistake or f"{path}: {_as_it_is(error)}") from error
+
+
+def _takes(parse: Callable[[], Namespace]) -> bool:
+    """Whether a parser refuses nothing."""
+    try:
+        parse()
+    except (ArgumentError, ImportError):
+        return False
+    return True
+
+
+def _as_it_is(error: Exception) -> str:
+    """The parser's own words."""
+    return f"{' '.join(str(error).split()).rstrip('.')}; see --help for every option."
+
+
+def _files(words: Sequence[str]) -> list[Path]:
+    """Files that --config names, those that exist."""
+    named = [word.removeprefix("--config=") for word in words if word.startswith("--config=")]
+    named += [word for before, word in zip(words, words[1:], strict=False) if before == "--config"]
+    return [Path(name) for name in named if Path(name).is_file()]
 
 
 def load_train_config(path: str) -> TrainConfig:
@@ -141,16 +129,39 @@ def load_train_config(path: str) -> TrainConfig:
     Raises:
         UserError: the file is missing or is not a valid configuration.
     """
+    parser = train_parser()
     if not Path(path).is_file():
         raise UserError(f"there is no {path}; give the folder that a training run wrote.")
-    options = _written(Path(path))
-    ignored = find_task(options.get("data.task", TrainConfig().data.task)).ignored  # earlier versions let them pass
+    parsed = _read_alone(parser, Path(path))
+    if missing := unwritten_words(Path(path)):
+        parsed = parser.parse_args(["--config", path, *missing])
+    options = _by_name(parsed)
+    ignored = find_task(options["data.task"]).ignored  # earlier versions let them pass
     return made_of(TrainConfig, {name: value for name, value in options.items() if name not in ignored})
 
 
 def dump_train_config(config: TrainConfig) -> str:
     """The configuration as YAML, every field written out."""
-    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
+    parser = train_parser()
+    return parser.dump(parser.parse_object(asdict(config)), skip_none=False)
+
+
+def _tidy(arguments: Sequence[str]) -> list[str]:
+    """Drop the --local_rank that launchers add, let switches stand alone, and find configurations that are shipped."""
+    words = [word for word in arguments if not word.startswith(("--local_rank", "--local-rank"))]
+    switches = {name for name, kind in kinds_of(TrainConfig).items() if bool in (kind, *get_args(kind))}
+    alone = [i + 1 == len(words) or words[i + 1].startswith("-") for i in range(len(words))]
+    for i, word in enumerate(words):
+        if word.removeprefix("--") in switches and alone[i]:
+            words[i] = f"{word}=true"
+        elif word.startswith("--no-") and word.removeprefix("--no-") in switches:
+            words[i] = f"--{word.removeprefix('--no-')}=false"
+    for i, word in enumerate(words):
+        if word.startswith("--config="):
+            words[i] = "--config=" + resources.config(word.removeprefix("--config="))
+        elif i and words[i - 1] == "--config":
+            words[i] = resources.config(word)
+    return words
 
 
 def run_main(main: Callable[[Sequence[str]], None]) -> None:

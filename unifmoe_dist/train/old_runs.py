@@ -4,8 +4,13 @@ Every run writes out all options that it knows, so a file that lacks one comes f
 was written by hand, or that cannot be read, says nothing here.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from unifmoe_dist.config import ModelConfig
 from unifmoe_dist.methods.registry import REGISTRY
@@ -24,3 +29,15 @@ def unwritten(written: Mapping[str, Any]) -> dict[str, Any]:
 
     former = layer_class(method.name).config_type.former_options(expansion)
     return {f"model.{name}": value for name, value in former.items() if f"model.{name}" not in written}
+
+
+def unwritten_words(path: Path) -> list[str]:
+    """`unwritten` of a run's config.yaml as words of a command line."""
+    try:
+        written = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return []  # whoever parses it says what is wrong
+    if not isinstance(written, dict) or not isinstance(written.get("model"), dict):
+        return []
+    flat = {**written, **{f"model.{name}": value for name, value in written["model"].items()}}
+    return [f"--{name}={str(value).lower()}" for name, value in unwritten(flat).items()]

@@ -1,5 +1,7 @@
 """Options of the scripts in launch/: one parser whose refusals are one sentence each, as everywhere."""
 
+from __future__ import annotations
+
 import argparse
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -60,15 +62,12 @@ class OptionParser(argparse.ArgumentParser):
         found, left = self.parse_known_args(words, namespace)
         if left:
             word = next((word for word in left if word.startswith("--")), left[0]).partition("=")[0]
-            raise UserError(self.unknown(word))
+            if not word.startswith("-"):
+                raise UserError(f"{word!r} is one word too many; see --help for what the command takes.")
+            near = get_close_matches(word, _names(self), n=2)
+            advice = f"did you mean {listed(near, 'or')}?" if near else "see --help."
+            raise UserError(f"there is no option {word}; {advice}")
         return found
-
-    def unknown(self, word: str) -> str:
-        """What is wrong with a word that is no option, or too many."""
-        if not word.startswith("-"):
-            return f"{word!r} is one word too many; see --help for what the command takes."
-        near = get_close_matches(word, _names(self), n=2)
-        return f"there is no option {word}; " + (f"did you mean {listed(near, 'or')}?" if near else "see --help.")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:

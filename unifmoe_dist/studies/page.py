@@ -92,10 +92,8 @@ class Blocks:
     def data_uri(self, name: str, figure: Figure) -> str:
         """A figure as an SVG image inside the page: sharp at any size, and without anything that could run. It is
         written as figures/NAME.png and .pdf too."""
-        figure.draw_without_rendering()  # lay it out once, not anew for every format
-        figure.set_layout_engine("none")
         for suffix in ("png", "pdf"):
-            save(figure, self.folder / "figures" / f"{name}.{suffix}")
+            save(figure, self.folder / "figures" / f"{name}.{suffix}")  # laid out by the first
         buffer = io.BytesIO()
         with matplotlib.rc_context({"svg.hashsalt": "unifmoe"}):  # the same figure gives the same bytes
             figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})

@@ -27,7 +27,13 @@ def panels(rows: int, columns: int, width: float, height: float, **more: Any) ->
 
 
 def save(figure: Figure, path: Path, dpi: int = 140) -> Path:
-    """Write a figure in the format of the path's suffix (png, pdf, svg), whole or not at all."""
+    """Write a figure in the format of the path's suffix (png, pdf, svg), whole or not at all.
+
+    It is laid out once: savefig would do so anew for every format, twice, and draw all to know its size.
+    """
+    if engine := figure.get_layout_engine():
+        engine.execute(figure)
+        figure.set_layout_engine(None)
     with appearing(path) as temporary:
         figure.savefig(temporary, dpi=dpi)
     return path

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
 from unifmoe_dist import resources
@@ -142,8 +143,7 @@ def load_train_config(path: str) -> TrainConfig:
 
 def dump_train_config(config: TrainConfig) -> str:
     """The configuration as YAML, every field written out."""
-    parser = train_parser()
-    return parser.dump(parser.parse_object(asdict(config)), skip_none=False)
+    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
 
 
 def _tidy(arguments: Sequence[str]) -> list[str]:

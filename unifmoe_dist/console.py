@@ -1,7 +1,5 @@
 """The `unifmoe` command: one name for the scripts in launch/, wherever the package is installed."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

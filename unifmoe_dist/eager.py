@@ -4,8 +4,6 @@ The decorator `torch.compiler.disable` imports torch._dynamo where it stands: se
 package, few of which compile anything.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable

@@ -5,8 +5,6 @@ parameters. There it hears which of them are no copies of each other, and what o
 replaced or refused. So `deepspeed.initialize`, and what calls it, need no more than the upcycled model.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from functools import partial

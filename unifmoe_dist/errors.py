@@ -1,7 +1,5 @@
 """Errors meant for the person at the keyboard."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

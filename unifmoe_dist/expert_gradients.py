@@ -5,8 +5,6 @@ FSDP 2 leave these parameters alone. So each backward pass divides by P, and at 
 experts average what they have; of gradients that were averaged before, as in accumulation, the mean is what they are.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections import defaultdict

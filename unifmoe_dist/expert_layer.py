@@ -1,7 +1,5 @@
 """What every layer of experts shares, whatever its gate: tokens in and out, its experts, statistics, auxiliary loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, TypeVar

@@ -4,8 +4,6 @@ What needs PyTorch takes seconds to import; a command that only prints its help,
 should not wait for it.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Mapping

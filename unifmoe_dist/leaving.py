@@ -1,7 +1,5 @@
 """How a process that was a rank ends."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

@@ -3,8 +3,6 @@
 Distributed checkpoints need nothing of it: `model.state_dict()` and an optimiser's tell them which experts are whose.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from typing import Any

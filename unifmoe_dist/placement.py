@@ -4,8 +4,6 @@ Whole experts, as many on each rank, packed greedily by their loads (the heavies
 room), then bettered by exchanging two experts for as long as that takes something off the heaviest ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

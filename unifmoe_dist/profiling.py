@@ -4,8 +4,6 @@ Without a profiler a range costs one global look-up, so they stay in the code. T
 own: a profile links every backward event to the forward operation it belongs to, and so to the range around that one.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 

@@ -5,8 +5,6 @@ was not marked, would give every rank the first rank's experts, average gradient
 by another norm on each.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Folders that travel with the package: launch/ and configs/, inside it once installed, beside it in a checkout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

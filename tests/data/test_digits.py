@@ -10,16 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from unifmoe_dist.data import TaskData, acceptability, acceptability_task, digits_task, linear_baseline
+from unifmoe_dist.data import acceptability
+from unifmoe_dist.data.acceptability import acceptability_task
 from unifmoe_dist.data.digits import (
     BACKGROUND,
     ENVIRONMENTS,
     DigitsDataset,
     build_digits_vit,
+    digits_task,
+    linear_baseline,
     rotate_images,
     shift_image,
 )
 from unifmoe_dist.data.sentences import corrupt, extract_sentences, real_sentences
+from unifmoe_dist.data.task import TaskData
 from unifmoe_dist.errors import UserError
 
 

@@ -1,7 +1,5 @@
 """Dispatchers: how tokens reach residual experts on other ranks."""
 
-from __future__ import annotations
-
 import torch.distributed as dist
 
 from unifmoe_dist.dispatch.alltoall import AllToAllDispatcher

@@ -1,7 +1,5 @@
 """An optional limit on the load of an expert, for any dispatcher. Without it nothing is ever dropped."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """All experts on this rank: nothing travels."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from unifmoe_dist.dispatch.protocol import Arrivals, SinglePart

@@ -4,8 +4,6 @@ node 0:  rank 0   rank 1   rank 2   rank 3      a node's ranks are its inner gro
 node 1:  rank 4   rank 5   rank 6   rank 7      ranks with one place in their nodes (0 and 4) are a rail
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Hashable, Sequence

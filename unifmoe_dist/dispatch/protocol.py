@@ -7,8 +7,6 @@ All ranks of a group run the same forward passes, and the same backward passes: 
 empty tensors. Which tensors require gradients may differ between ranks; the ranks agree on it in the forward pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol

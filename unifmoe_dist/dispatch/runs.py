@@ -5,8 +5,6 @@ behind its own bytes on the pair's one connection, and the two directions of a l
 posted before any send.
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 

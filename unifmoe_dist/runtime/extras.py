@@ -3,8 +3,6 @@
 The layer and `upcycle` do without those libraries.
 """
 
-from __future__ import annotations
-
 import errno
 import sys
 from types import TracebackType

@@ -4,8 +4,6 @@ Every run writes out all options that it knows, so a file that lacks one comes f
 was written by hand, or that cannot be read, says nothing here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

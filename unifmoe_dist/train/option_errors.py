@@ -3,8 +3,6 @@
 A file is looked at before the parser reads it: what the parser says about a file names neither.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches

@@ -1,7 +1,5 @@
 """Options of the scripts in launch/: one parser whose refusals are one sentence each, as everywhere."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager

@@ -10,7 +10,7 @@ from torch import nn
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.upcycling.dense_ffn import Adapter, DenseFFN
 from unifmoe_dist.upcycling.found import find_ffns
-from unifmoe_dist.upcycling.huggingface import BertLike, DistilBertLike
+from unifmoe_dist.upcycling.huggingface import BertLike
 from unifmoe_dist.upcycling.reader import WAY_OUT, Parts, read_ffn
 
 
@@ -50,14 +50,15 @@ class TimmViT:
 
 
 _WRAPPERS = ("torch.nn.parallel.", "torch._dynamo.", "torch.distributed.", "deepspeed.", "peft.")
+_DISTILBERT = ("ffn.lin1", "ffn.activation", "ffn.lin2")
 ADAPTERS: list[Adapter] = [
     TimmViT(),
-    BertLike("BERT", model_type="bert"),
-    BertLike("RoBERTa", model_type="roberta"),
-    BertLike("XLM-RoBERTa", model_type="xlm-roberta"),
-    BertLike("CamemBERT", model_type="camembert"),
-    BertLike("ELECTRA", model_type="electra"),
-    DistilBertLike("DistilBERT", model_type="distilbert"),
+    BertLike("BERT (Transformers)", "bert"),
+    BertLike("RoBERTa (Transformers)", "roberta"),
+    BertLike("XLM-RoBERTa (Transformers)", "xlm-roberta"),
+    BertLike("CamemBERT (Transformers)", "camembert"),
+    BertLike("ELECTRA (Transformers)", "electra"),
+    BertLike("DistilBERT (Transformers)", "distilbert", "transformer.layer", _DISTILBERT, place="ffn.lin1"),
 ]
 
 

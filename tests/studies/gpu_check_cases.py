@@ -102,7 +102,8 @@ def test_one_rank(record, monkeypatch):
 def test_benchmark(record, monkeypatch):
     monkeypatch.setattr(device, "kernels", lambda **options: nullcontext())  # the interpreter is too slow to time
     shapes = [replace(UNIFORM[0], **SMALL), replace(VISION, **SMALL, block_compute=5.0)]
-    monkeypatch.setattr(timing, "_shapes", lambda on_card: shapes)
+    shapes.append(replace(shapes[0], name="gated", gated=True))
+    monkeypatch.setattr(timing, "_shapes", lambda *_: shapes)
     monkeypatch.setattr(device, "driver", lambda fields: dict.fromkeys(fields.split(","), "1"))
     monkeypatch.setattr(self_test, "_verdicts", {"a case": True, "another": False})
     monkeypatch.setattr(timing, "tuned_tiles", lambda: {"ffn_kernel": {"16 4": "num_warps: 4"}})
@@ -110,19 +111,24 @@ def test_benchmark(record, monkeypatch):
     found = verdicts(record)
     assert found["vision, N = 24, router as it starts"] == found["vision, N = 24, C_B = 5: what was timed"] == "ok"
     assert found["vision, N = 24, router as it starts: UniF-MoE, in a CUDA graph, forward"] == "note"
-    assert len(record.tables["clocks"]["rows"]) == 2 and record.tables["tiles"]["rows"][0]["kernel"] == "ffn_kernel"
+    assert len(record.tables["clocks"]["rows"]) == 3 and record.tables["tiles"]["rows"][0]["kernel"] == "ffn_kernel"
     assert found["self-test: a case"] == "ok" and found["self-test: another"] == "failed"
     rows = record.tables["own, vision, N = 24, router as it starts"]["rows"]
     assert {"dense FFN", "dense FFN, in a CUDA graph", "UniF-MoE", "UniF-MoE, in a CUDA graph"} <= {r[""] for r in rows}
     measured = {row[""] for row in record.tables["own, vision, N = 24, C_B = 5"]["rows"]}
     assert {f"UniF-MoE, {variant}, in a CUDA graph" for variant in timing.VARIANTS} == measured - {r[""] for r in rows}
+    gated = {row[""] for row in record.tables["own, gated, N = 24, router as it starts"]["rows"]}
+    variants = {f"UniF-MoE, {variant}, in a CUDA graph" for variant in timing.GATED_VARIANTS}
+    assert variants == gated - {r[""] for r in rows} and timing.GATED_VARIANTS
+    texts = {finding["what"]: finding["text"] for finding in record.findings}
+    assert "goal" not in texts["gated, N = 24, router as it starts: UniF-MoE, in a CUDA graph, forward"]
     assert all(float(row["made ready (s)"]) >= 0 for row in rows)
     assert min(float(row["forward / dense"]) for row in rows if row[""].startswith("dense")) == 1
 
 
 def test_peers_and_a_model(record, monkeypatch):
     monkeypatch.setattr(device, "kernels", nullcontext)  # the interpreter is too slow to time
-    monkeypatch.setattr(timing, "_shapes", lambda on_card: [replace(UNIFORM[0], **SMALL)])
+    monkeypatch.setattr(timing, "_shapes", lambda *_: [replace(UNIFORM[0], **SMALL)])
     peers = {"Tutel": lambda shape, top_k, device, dtype: torch.nn.Linear(shape.dim, shape.dim).to(device, dtype)}
     monkeypatch.setattr("unifmoe_dist.studies.benchmark.layers_and_models.PEERS", peers)
     times = [Timing(name, 1.0, [0.001] * 3, [0.002] * 3) for name in ("dense", "UniF-MoE")]
@@ -142,21 +148,23 @@ def test_a_peer_that_kills_the_device_is_named(record, monkeypatch):
 
     monkeypatch.setattr(timing, "PEERS", {"Tutel": build})
     monkeypatch.setattr("unifmoe_dist.studies.benchmark.layers_and_models.PEERS", {"Tutel": build})
-    monkeypatch.setattr(timing, "_shapes", lambda on_card: [replace(UNIFORM[0], **SMALL)])
+    monkeypatch.setattr(timing, "_shapes", lambda *_: [replace(UNIFORM[0], **SMALL)])
     with pytest.raises(DeviceLost):
         timing.check(record, "peers")
     assert "Tutel top-2" in record.findings[0]["text"]
 
 
 def test_shapes_are_those_that_goals_are_for(record):
-    titles = [timing._title(shape) for shape in timing._shapes(True)]
+    titles = [timing._title(shape) for shape in timing._shapes(True, "own")]
     assert titles == [
         "vision, N = 12608, router as it starts",
         "language, N = 4096, router as it starts",
+        "gated, N = 4096, router as it starts",
         "language, N = 16384, router as it starts",
         "vision, N = 12608, C_B = 11.41",
         "language, N = 16384, C_B = 47.61",
     ]
+    assert [timing._title(shape) for shape in timing._shapes(True, "peers")] == titles[:2] + titles[3:]
 
 
 def test_jobs_of_training(record):

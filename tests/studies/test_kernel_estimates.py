@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from unifmoe_dist.studies.kernel_estimates.cases import CARDS, LOADS, Load
-from unifmoe_dist.studies.kernel_estimates.compiled import Compiled, Launch
+from unifmoe_dist.studies.kernel_estimates.compiled import Compiled, Launch, spilled
 from unifmoe_dist.studies.kernel_estimates.estimate import (
+    _line,
     floor_microseconds,
     inference_microseconds,
     lines,
@@ -30,8 +31,8 @@ class _Named:
         self.__name__, self.params = name, []
 
 
-def launch(name, **given):
-    return Launch(_Named(name), given, {}, (1,))
+def launch(name, options=None, **given):
+    return Launch(_Named(name), given, options or {}, (1,))
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
@@ -65,12 +66,33 @@ def test_programs_that_a_multiprocessor_holds():
     assert programs_per_processor(8, Compiled(16, 0, 0), card) == 8  # 2,048 threads
 
 
+def test_what_threads_move_to_and_from_the_stack_crosses_the_cache():
+    """Twelve bytes once and sixteen in every turn of the loop, of 256 threads in every tile."""
+    assembly = """
+        /*0000*/                   STL.64 [R1+0x8], R2 ;    /* 0x01 */
+        /*0010*/               @P0 LDL.LU R4, [R1] ;
+        /*0020*/                   LDL.LU.128 R8, [R1+0x10] ;
+        /*0030*/              @!P5 BRA 0x20 ;
+        /*0040*/                   LDG.E.128 R4, [R2] ;
+        /*0050*/                   BRA 0x50;
+    """
+    assert spilled(assembly) == (12, 16) and spilled("") == (0, 0)
+    load, card = Load(1000, 64, 256, 3, 4, 6.0), CARDS["h200"]
+    given = dict(E=4, B=4, PARTS=1, M=64, TILE_ROWS=16, TAIL_ROWS=16, kept_tiles=0, BLOCK_K=16, BLOCK_D=32)
+    made = launch("ffn_kernel", BACKWARD=False, **given, options=dict(num_warps=8))
+    least, more = (_line(made, False, Compiled(255, 0, 0, moved), load, card) for moved in ((0, 0), (12, 16)))
+    tiles = (6000 + 16 * 8) / 16
+    assert more.bytes - least.bytes == pytest.approx(256 * tiles * (12 + 16 * 64 / 16))
+    assert more.bound == "L2" and more.microseconds > least.microseconds
+
+
 @pytest.mark.parametrize("gated,matrices", [(False, 2), (True, 3)])
 def test_operations_are_those_of_the_equations(gated, matrices):
     """2 per weight and row for each matrix forward, and 4 backward, where the keys are multiplied once more for tiles
     of which nothing was kept."""
     load = Load(1000, 64, 256, 3, 4, 6.0, gated)
-    given = dict(E=4, B=4, PARTS=1, M=64, TILE_ROWS=16, TAIL_ROWS=16, kept_tiles=0, BLOCK_D=64, BLOCK_H=64)
+    given = dict(E=4, B=4, PARTS=1, M=64, TILE_ROWS=16, TAIL_ROWS=16, kept_tiles=0, BLOCK_K=16, BLOCK_D=64)
+    given |= dict(BLOCK_H=64, BLOCK_R=32)
     rows, padded = 6000, 6000 + 16 * 8
     forward = work_of(launch("ffn_kernel", BACKWARD=False, **given), load)
     assert forward.operations == 2 * matrices * padded * 64 * 64

@@ -90,7 +90,7 @@ def ffn_works(x: Tensor, weights: ExpertWeights, dropout: bool = False, shared: 
     tiles that (N, D) tokens x take, with dropout of hidden channels or without, beside a shared expert or without, and
     where they may need more tiles than the workspace holds, with the launch that computes those.
     """
-    from unifmoe_dist.kernels.triton.workspace import tile_rows
+    from unifmoe_dist.kernels.triton.workspace import part_channels, tile_rows
 
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -99,7 +99,7 @@ def ffn_works(x: Tensor, weights: ExpertWeights, dropout: bool = False, shared: 
     rows = tile_rows(x.device, dtype, x.shape[0], experts + shared)
     width = hidden // weights.num_blocks
     sizes = x.shape[0], dim, width, weights.num_blocks, experts + shared, rows, dtype.itemsize
-    overflows = tile_sizes.overflows(*sizes, shared, gated)
+    overflows = tile_sizes.overflows(*sizes, shared, gated, part_channels(x.device, gated))
     case = _FFN(x.device, dtype, dim, width, weights.activation, bias, gated, dropout, shared, rows, overflows)
     return _proven(case, TOLERANCE[dtype], _compare_ffn)
 

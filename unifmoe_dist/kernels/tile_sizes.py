@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 
-WIDEST = {2: 256, 4: 128}
-"""Channels of a block held in registers, by bytes of the type; half as many of gated experts, which have two each."""
+WIDEST = {(2, False): 256, (4, False): 128, (2, True): 192, (4, True): 64}
+"""Channels of a block held in registers, by bytes of the type and whether experts are gated, which have two of each."""
 WORKSPACE_BYTES = 384 * 2**20
 WORKSPACE_TOKENS = 24
 """A workspace of so many rows a token, or of so many bytes where that is more, holds what the paper's layers need: 22
@@ -16,13 +16,13 @@ rows of a language layer forward, 9 of a vision layer that are twice as long in 
 MOST_FILLINGS = 512
 
 
-def parts(width: int, item: int, gated: bool) -> tuple[int, int]:
+def parts(width: int, item: int, gated: bool, widest: int | None = None) -> tuple[int, int]:
     """In how many parts a block of `width` channels of `item` bytes is cut, and channels of a part, a multiple of 16.
 
-    As few as registers hold, or one more where that makes them equal; else the last part is the shorter one.
+    As few as registers hold, or as parts of at most `widest` channels are, or one more where that makes them equal;
+    else the last part is the shorter one.
     """
-    widest = WIDEST[item] // 2 if gated else WIDEST[item]
-    fewest = math.ceil(width / widest)
+    fewest = math.ceil(width / min(WIDEST[item, gated], widest or width))
     for count in (fewest, fewest + 1):
         if width % (16 * count) == 0:
             return count, width // count
@@ -58,13 +58,22 @@ def held_tiles(tokens: int, blocks: int, experts: int, rows: int, most: int, aff
 
 
 def overflows(
-    tokens: int, dim: int, width: int, blocks: int, experts: int, rows: int, item: int, shared: bool, gated: bool
+    tokens: int,
+    dim: int,
+    width: int,
+    blocks: int,
+    experts: int,
+    rows: int,
+    item: int,
+    shared: bool,
+    gated: bool,
+    widest: int | None = None,
 ) -> bool:
     """Whether either pass may need more tiles than its default workspace holds, with `rows` a tile.
 
-    `blocks` of `width` channels, `experts` with the shared one, `item` bytes of the type.
+    `blocks` of `width` channels, computed `widest` at a time, `experts` with the shared one, `item` bytes of the type.
     """
-    cuts, part = parts(width, item, gated)
+    cuts, part = parts(width, item, gated, widest)
     token = dim * item
     backward = token + (2 + gated) * part * item  # holds more of a row, hence no more tiles
     most = max_tiles(tokens, blocks * cuts, experts, rows, shared)

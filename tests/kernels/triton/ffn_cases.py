@@ -80,11 +80,13 @@ def check_ffn(x, gates, blocks, experts, shared=None, options=None, tolerance=2e
         tile_rows=st.sampled_from([None, 32]),
         tail_rows=st.sampled_from([16, 64]),
         kept_bytes=st.sampled_from([None, 0]),
+        part_channels=st.sampled_from([None, 32]),
     ),
 )
 def test_ffn_equals_the_reference(n, e, dim, block, num_blocks, bias, with_shared, gated, seed, options):
     """Any gates and masks, also those that routing would never make, and widths that no tile divides; a small workspace
-    means many fillings of it. Of some tiles only their first rows are computed, and of some no channels are kept."""
+    means many fillings of it. Of some tiles only their first rows are computed, and of some no channels are kept;
+    blocks may be cut into more parts than they need."""
     torch.manual_seed(seed)
     shared = bank(1, dim, block * num_blocks, num_blocks, bias=bias, gated=gated) if with_shared else None
     experts = bank(e, dim, block * num_blocks, num_blocks, bias=bias, gated=gated)
@@ -126,7 +128,7 @@ def test_ffn_dropout(rate, tiles, with_shared, first):
     "block,gated",
     [
         *((32, False), (192, False), (288, False), (300, False), (256, False)),
-        *((32, True), (96, True), (192, True), (150, True), (128, True)),
+        *((32, True), (96, True), (192, True), (176, True), (300, True), (128, True)),
     ],
 )
 def test_ffn_types_and_widths(dtype, tolerance, block, gated):

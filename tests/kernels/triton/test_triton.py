@@ -22,6 +22,7 @@ from unifmoe_dist import UniFMoEConfig, UniFMoELayer, kept
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.kernels import HiddenDropout, tile_sizes, use_kernels
+from unifmoe_dist.studies.kernel_estimates.compiled import on_device
 
 pytest.importorskip("triton")
 
@@ -193,7 +194,8 @@ def test_widest_tiles_fit(architecture, dtype, gated, monkeypatch, tmp_path):
     def both_passes():
         x = torch.randn(4096, 256).to(dtype).requires_grad_()
         r = triton_route(x, torch.randn(65, 256).requires_grad_(), torch.randn(16, 256), 16)
-        experts = BlockExperts(2, 256, 512, 2, "gelu", True, gated).to(dtype)
+        width = tile_sizes.WIDEST[dtype.itemsize, gated]
+        experts = BlockExperts(2, 256, 2 * width, 2, "gelu", True, gated).to(dtype)
         y = triton_block_ffn(x, torch.rand(4096, 2), torch.ones(4096, 2, dtype=torch.bool), experts.weights())
         torch.autograd.backward([y, r.gates], [torch.ones_like(y), torch.ones_like(r.gates)])
         most = triton_route(x, torch.randn(256, 256).requires_grad_(), torch.randn(256, 256), 256)
@@ -210,12 +212,17 @@ def test_widest_tiles_fit(architecture, dtype, gated, monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 @pytest.mark.parametrize(
-    "tokens,dim,hidden,experts,blocks,gated",
-    [(12608, 384, 1536, 6, 8, False), (4096, 1024, 4096, 16, 16, False), (4096, 1024, 2816, 16, 16, True)],
+    "tokens,dim,hidden,experts,blocks,activation,gated",
+    [
+        (12608, 384, 1536, 6, 8, "gelu", False),
+        (4096, 1024, 4096, 16, 16, "gelu", False),
+        (4096, 1024, 2816, 16, 16, "gelu", True),
+        (4096, 1024, 2816, 16, 16, "silu", True),
+    ],
 )
-def test_forward_kernels_do_not_spill(tokens, dim, hidden, experts, blocks, gated):
-    """On sm_90, of the paper's two shapes and a gated one, with the tiles that come first."""
-    layer = UniFMoELayer(UniFMoEConfig(dim, hidden, experts, blocks, gated=gated)).bfloat16().eval()
+def test_forward_kernels_do_not_spill(tokens, dim, hidden, experts, blocks, activation, gated):
+    """On sm_90, of the paper's two shapes and of GEGLU and SwiGLU, with the tiles that come first."""
+    layer = UniFMoELayer(UniFMoEConfig(dim, hidden, experts, blocks, activation, gated=gated)).bfloat16().eval()
     x = torch.randn(tokens, dim).bfloat16()
 
     def forward():
@@ -233,6 +240,18 @@ def test_fillings_are_few():
     held = tile_sizes.held_tiles(2**20, 16, 64, 16, most, affordable=1)
     assert most / (held // 3) < 520 and tile_sizes.held_tiles(100, 2, 2, 16, 30, affordable=1) == 3
     assert tile_sizes.held_tiles(100, 2, 2, 16, 2, affordable=1) == 2
+
+
+@pytest.mark.parametrize("architecture,parts", [(80, 2), (86, 1), (90, 1)])
+def test_parts_of_gated_blocks(architecture, parts):
+    """Of 176 channels, which an A100 computes in two parts; plain blocks are whole on all."""
+    from unifmoe_dist.kernels.triton.workspace import LaunchShape, TritonOptions
+
+    x, gates, keys = (torch.zeros(*size, dtype=torch.bfloat16) for size in ((8, 16), (8, 2), (2, 352, 16)))
+    with on_device(SHARED_MEMORY[architecture]):
+        assert LaunchShape(x, gates, keys, 2, TritonOptions(), gated=True).parts == parts
+        assert LaunchShape(x, gates, keys, 2, TritonOptions(part_channels=128), gated=True).parts == 2
+        assert LaunchShape(x, gates, keys, 2, TritonOptions()).parts == 1
 
 
 class _Device:

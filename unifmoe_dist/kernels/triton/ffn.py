@@ -23,7 +23,7 @@ them.
 Weight gradients belong to one program per tile of a group, which walks the group's rows in order and adds in float32.
 
 Gated experts read a row by two banks of keys in one loop over the model width, which loads it once, and spread their
-two gradients in one. That takes twice the registers, so half as many channels are held (`tile_sizes.WIDEST`).
+two gradients in one. That takes twice the registers, so fewer channels are held (`tile_sizes.WIDEST`).
 """
 
 from __future__ import annotations

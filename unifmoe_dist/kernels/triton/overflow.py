@@ -355,7 +355,7 @@ def launch_overflow(workspace: Workspace, plan: Plan, given: dict[str, Any], cho
 
 def _tiles(x: Tensor, shape: LaunchShape) -> dict[str, int]:
     """The likeliest tiles of both kinds of work; counters that go on cannot be timed again and again."""
-    block_k, block_d, warps, stages = TILES.of(x.dtype, x.device, shape.dim)[0]
+    block_k, block_d, warps, stages = TILES.of(x.dtype, x.device, shape.dim, shape.banks > 1, shape.width)[0]
     block_w, block_r, _, _ = WEIGHT_TILES.of(x.dtype, x.device, shape.dim)[0]
     own = dict(BLOCK_K=block_k, BLOCK_D=block_d, num_warps=warps, num_stages=stages)
     return own | dict(BLOCK_W=block_w, BLOCK_R=block_r, BLOCK_H=shape.gradient_channels)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,16 +37,20 @@ class Candidates:
         large: Half precision where a program may have at least `LARGE` bytes of shared memory.
         small: Half precision elsewhere.
         single: Float32.
+        wide: Half precision of gated blocks of more than 128 channels; the last must fit where there is little memory.
     """
 
     large: Tiles
     small: Tiles
     single: Tiles
+    wide: Tiles = field(default_factory=list)
 
-    def of(self, dtype: torch.dtype, device: torch.device, dim: int) -> Tiles:
+    def of(self, dtype: torch.dtype, device: torch.device, dim: int, gated: bool = False, channels: int = 0) -> Tiles:
         """Those for a model width of `dim`, which first blocks cut: fewest columns beyond it first."""
         large = dtype != torch.float32 and shared_memory(device) >= LARGE
         tiles = self.single if dtype == torch.float32 else self.large if large else self.small
+        if gated and channels > 128:
+            tiles = self.wide if large else self.wide[-1:]
         return sorted(tiles, key=lambda sizes: -dim % sizes[0])
 
 
@@ -125,13 +129,16 @@ def tuned(names: tuple[str, str], tiles: Candidates) -> Callable[[Any], Autotune
     def config(a: int, b: int, warps: int, stages: int) -> triton.Config:
         return triton.Config({names[0]: a, names[1]: b}, num_warps=warps, num_stages=stages)
 
-    everything = dict.fromkeys([*tiles.large, *tiles.small, *tiles.single])
+    everything = dict.fromkeys([*tiles.large, *tiles.small, *tiles.single, *tiles.wide])
     configs = {sizes: config(*sizes) for sizes in everything}
 
     def worth_trying(_: list[triton.Config], arguments: dict, **more: Any) -> list[triton.Config]:
         given = {**arguments, **more}
         like = given["keys" if "keys" in given else "channels_0"]
-        pool = [configs[sizes] for sizes in tiles.of(like.dtype, like.device, given["D"])]
+        pool = [
+            configs[sizes]
+            for sizes in tiles.of(like.dtype, like.device, given["D"], bool(given.get("GATED")), given["M"])
+        ]
         return pool if may_try() else pool[:1]
 
     if INTERPRETED:

@@ -16,6 +16,8 @@ from unifmoe_dist.kernels.triton.ffn_reductions import combine_kernel
 from unifmoe_dist.kernels.triton.math import power_of_two, precision
 from unifmoe_dist.kernels.triton.plan import Plan
 
+HOPPER = 200 * 1024  # bytes of shared memory that a program may have from an H100 on
+
 
 @dataclass(frozen=True)
 class TritonOptions:
@@ -27,18 +29,29 @@ class TritonOptions:
         tail_rows: Rows that are computed of a tile in which no more are in use, a power of two from 16.
         kept_bytes: Bytes for channels before the activation, from the forward pass to the backward pass; those of the
             other rows are computed again. None keeps at most what a dense FFN of this width keeps.
+        part_channels: Most channels of a block that are computed at once, where registers hold more.
     """
 
     workspace_bytes: int | None = None
     tile_rows: int | None = None
     tail_rows: int = 64
     kept_bytes: int | None = None
+    part_channels: int | None = None
 
 
 def tile_rows(device: torch.device, dtype: torch.dtype, tokens: int, experts: int) -> int:
     """Rows of a tile of the forward pass, of so many experts in the same launches."""
     largest = 128 if dtype.itemsize == 2 and tuning.shared_memory(device) >= tuning.LARGE else 64
     return tile_sizes.tile_rows(tokens, experts, largest)
+
+
+def part_channels(device: torch.device, gated: bool) -> int | None:
+    """Most channels of a block that are computed at once, where it is not registers alone that say so.
+
+    An A100 keeps the operands of products in registers too: of 192 gated channels its overflow launch would keep
+    5 KiB of a thread on the stack.
+    """
+    return 128 if gated and tuning.LARGE <= tuning.shared_memory(device) < HOPPER else None
 
 
 class LaunchShape:
@@ -58,7 +71,8 @@ class LaunchShape:
         self.experts = gates.shape[1]
         self.block_width = keys.shape[1] // num_blocks
         self.options, self.banks = options, 1 + gated
-        self.parts, self.width = tile_sizes.parts(self.block_width, x.element_size(), gated)
+        widest = options.part_channels or part_channels(x.device, gated)
+        self.parts, self.width = tile_sizes.parts(self.block_width, x.element_size(), gated, widest)
         self.blocks = num_blocks * self.parts
         # Three equal tiles where that wastes fewer channels than one power of two.
         third = power_of_two(triton.cdiv(self.width, 3), 16)

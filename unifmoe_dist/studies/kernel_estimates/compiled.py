@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -78,11 +77,15 @@ class Launch:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a kernel takes: registers and bytes of stack of a thread, bytes of shared memory of a program."""
+    """What a kernel takes: registers and bytes of stack of a thread, bytes of shared memory of a program.
+
+    `spilled` are the bytes that a thread moves between registers and stack outside of loops, and in a turn of them.
+    """
 
     registers: int
     stack: int
     shared_memory: int
+    spilled: tuple[int, int] = (0, 0)
 
 
 @contextmanager
@@ -138,20 +141,41 @@ def compiled(launch: Launch, architecture: int) -> Compiled:
         binary = triton.compile(source, GPUTarget("cuda", architecture, 32), dict(launch.options))
     except Exception as error:
         raise UserError(f"{launch.name} does not compile for sm_{architecture}: {error}") from error
-    registers, stack = _resources(binary.asm["cubin"])
-    return Compiled(registers, stack, binary.metadata.shared)
+    cubin = binary.asm["cubin"]
+    registers, stack = _resources(cubin)
+    return Compiled(registers, stack, binary.metadata.shared, spilled(_dumped(cubin, "-sass")) if stack else (0, 0))
+
+
+def spilled(assembly: str) -> tuple[int, int]:
+    """Bytes that a thread moves between registers and stack: by instructions outside of loops, and by those in loops.
+
+    Loops are what a branch to an earlier address goes back over. Every instruction counts once, those of branches that
+    a program does not take included.
+    """
+    lines = [(int(at, 16), text) for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", assembly, re.M)]
+    back = [(int(m[1], 16), at) for at, text in lines if (m := re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text))]
+    loops = [(start, end) for start, end in back if start < end]
+    moved = [0, 0]
+    for at, text in lines:
+        if found := re.search(r"\b(?:LDL|STL)(?:\.[A-Z]+\d*)*(?:\.(64|128))?(?=\s)", text):
+            moved[any(start <= at <= end for start, end in loops)] += int(found[1] or 32) // 8
+    return moved[0], moved[1]
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
     """Registers and bytes of stack of a thread, as the assembler allotted them."""
+    said = _dumped(cubin, "--dump-resource-usage")
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    if found is None:
+        raise UserError(f"cuobjdump did not say what a kernel takes: {said.strip()[:200]!r}.")
+    return int(found[1]), int(found[2])
+
+
+def _dumped(cubin: bytes, what: str) -> str:
     from triton import knobs
 
-    tool = Path(knobs.nvidia.cuobjdump.path)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        said = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", said.stdout)
-    if found is None:
-        raise UserError(f"{tool} did not say what a kernel takes: {said.stdout.strip()[:200]!r}.")
-    return int(found[1]), int(found[2])
+        command = [knobs.nvidia.cuobjdump.path, what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

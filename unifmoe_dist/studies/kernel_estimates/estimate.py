@@ -40,7 +40,8 @@ class Line:
 
 def launches_of(load: Load, card: Card) -> tuple[list[Launch], list[Launch]]:
     """What a training step of one bfloat16 layer launches on a card, forward and backward."""
-    config = UniFMoEConfig(load.dim, load.hidden, load.experts, load.blocks, gated=load.gated)
+    activation = "silu" if load.gated else "gelu"
+    config = UniFMoEConfig(load.dim, load.hidden, load.experts, load.blocks, activation, gated=load.gated)
     layer = UniFMoELayer(config).bfloat16()
     x = torch.zeros(load.tokens, load.dim, dtype=torch.bfloat16, requires_grad=True)
     outputs: list[torch.Tensor] = []
@@ -66,14 +67,16 @@ def _line(launch: Launch, backward: bool, made: Compiled, load: Load, card: Card
     work, programs = work_of(launch, load), programs_per_processor(launch.warps, made, card)
     if work is None:
         return Line(launch, backward, made, programs, 0.0, 0.0, LAUNCH, "launch")
+    spilled = made.spilled[0] + work.turns * made.spilled[1]
+    crossing = work.cached + 32 * launch.warps * work.programs * spilled  # as if the first cache held none of the stack
     fits = work.memory <= 0.7 * card.cache  # then what one kernel wrote the next one finds there
     times = {
         "products": work.operations / (card.peak * DENSE_RATE * TRITON_RATE),
-        "L2": work.cached / card.cache_rate,
+        "L2": crossing / card.cache_rate,
         "memory": 0.0 if fits else work.memory / (card.memory * MEMORY_RATE),
     }
     bound = max(times, key=lambda name: times[name])
-    return Line(launch, backward, made, programs, work.operations, work.cached, LAUNCH + 1e6 * times[bound], bound)
+    return Line(launch, backward, made, programs, work.operations, crossing, LAUNCH + 1e6 * times[bound], bound)
 
 
 def inference_microseconds(line: Line, load: Load, card: Card) -> float:

@@ -21,7 +21,8 @@ HEAD = f"""# Kernel estimates
 compiler and NVIDIA's assembler, and how long it should run in a CUDA graph. Registers, stack (spilled bytes of a
 thread) and shared memory are facts of the compiled kernel; operations and bytes are counted on paper; the time is the
 longest of products ({DENSE_RATE} of the card's peak, which dense layers reached on an H200, times {TRITON_RATE} for
-Triton), bytes across the L2 cache, and bytes from memory where they do not fit that cache, plus {LAUNCH} µs a launch.
+Triton), bytes across the L2 cache, among which is what threads move to and from the stack, as if the first cache held
+none of it and every tile were full, and bytes from memory where they do not fit that cache, plus {LAUNCH} µs a launch.
 The floor is the products of the selected blocks at the speed of a dense layer, measured on an H200 for the paper's
 plain shapes, by the same rate elsewhere.
 `make gpu` measures the same layers. Only Triton's kernels are listed; a forward pass launches one operation of torch

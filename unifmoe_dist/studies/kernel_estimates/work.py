@@ -16,11 +16,14 @@ from unifmoe_dist.studies.kernel_estimates.compiled import Launch
 
 @dataclass(frozen=True)
 class Work:
-    """Operations; bytes that cross the L2 cache; bytes that come from or go to memory, if the cache kept nothing."""
+    """Operations; bytes that cross the L2 cache; bytes that come from or go to memory, if the cache kept nothing; and
+    programs with turns of a loop in each."""
 
     operations: float
     cached: float
     memory: float
+    programs: float = 0.0
+    turns: float = 0.0
 
 
 _ITEM = 2  # bytes, of half precision
@@ -64,7 +67,8 @@ def _ffn(given: dict[str, Any], load: Load) -> Work:
     written += channels * (again if backward else kept)
     weights = banks * (load.experts + 1) * load.hidden * dim * _ITEM
     tokens = (1 + again) * load.tokens * dim * _ITEM + channels * kept * backward
-    return Work(2 * products * rows * width * dim, read + written, weights + tokens + written)
+    turns = dim / min(given["BLOCK_K"], given["BLOCK_D"])
+    return Work(2 * products * rows * width * dim, read + written, weights + tokens + written, tiles, turns)
 
 
 def _combine(given: dict[str, Any], load: Load) -> Work:
@@ -80,7 +84,10 @@ def _weights(given: dict[str, Any], load: Load) -> Work:
     written = matrices * (load.experts + 1) * load.hidden * load.dim * _ITEM
     channels = matrices * rows * width * _ITEM
     sides = slices[0] * given["BLOCK_D"], slices[1] * given["BLOCK_H"]  # what is beyond them is computed and not stored
-    return Work(2 * matrices * rows * sides[0] * sides[1], read + written, channels + written)
+    groups = (load.experts + 1) * given["B"]
+    programs, turns = matrices * slices[0] * slices[1] * groups, rows / groups / given["BLOCK_R"]
+    operations = 2 * matrices * rows * sides[0] * sides[1]
+    return Work(operations, read + written, channels + written, programs, turns)
 
 
 def _gate_gradients(given: dict[str, Any], load: Load) -> Work:

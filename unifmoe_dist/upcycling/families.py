@@ -58,6 +58,7 @@ ADAPTERS: list[Adapter] = [
     BertLike("XLM-RoBERTa (Transformers)", "xlm-roberta"),
     BertLike("CamemBERT (Transformers)", "camembert"),
     BertLike("ELECTRA (Transformers)", "electra"),
+    *(BertLike(f"{name} (Transformers 4)", name.lower()) for name in ("ViT", "DeiT")),  # found in later ones
     BertLike("DistilBERT (Transformers)", "distilbert", "transformer.layer", _DISTILBERT, place="ffn.lin1"),
 ]
 

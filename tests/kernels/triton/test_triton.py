@@ -42,7 +42,7 @@ else:
     FEW = ["-m", "not slow", "-p", "tests.support.few_cases"]
     COMMAND = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *FEW]
     ROOT = Path(__file__).parents[3]
-    PARTS = 4  # they run beside each other, and none of them for minutes
+    PARTS = 6  # they run beside each other, and none of them for minutes
 
     @pytest.mark.timeout(900)
     @pytest.mark.parametrize("part", range(PARTS))

@@ -70,7 +70,8 @@ def _check_model(name: str, image_size: int) -> None:
         UserError: it is none; images are smaller than a patch, or no whole number of patches.
     """
     import timm
-    import torch
+
+    from unifmoe_dist.data.skeleton import without_storage
 
     if not timm.is_model(name):
         near = difflib.get_close_matches(name, timm.list_models(), n=3)
@@ -80,7 +81,7 @@ def _check_model(name: str, image_size: int) -> None:
         )
     if not timm.models.is_model_in_modules(name, ["vision_transformer", "deit"]):
         raise UserError(f"model.backbone {name!r} is no ViT; choose one such as {DEFAULT_BACKBONE}.")
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+    with without_storage():
         skeleton: Any = timm.create_model(name, pretrained=False)
     patch = max(skeleton.patch_embed.patch_size)
     if image_size % patch:

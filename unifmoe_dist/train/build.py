@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from unifmoe_dist.algorithms import ALGORITHMS, Algorithm
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.registry import find_task
+from unifmoe_dist.data.skeleton import without_storage
 from unifmoe_dist.data.task import TaskData
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods.registry import method_of
@@ -103,23 +103,12 @@ def check_layers(config: TrainConfig) -> None:
     """
     if not method_of(config.model.moe).layer:
         return
-    with torch.random.fork_rng(devices=[]), torch.device("meta"), _Unfilled():
+    with without_storage():
         try:
             backbone = find_task(config.data.task).untrained(config)
         except UserError:
             return  # a backbone that cannot be had is refused when its weights are read
         install_layers(config, backbone)
-
-
-class _Unfilled(TorchFunctionMode):
-    """Weights without storage are left as made: to fill them in takes three quarters of building a model."""
-
-    fills = frozenset(["uniform_", "normal_", "erfinv_", "mul_", "add_", "clamp_", "fill_", "zero_", "copy_"])
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ in self.fills and args and args[0].is_meta:
-            return args[0]
-        return func(*args, **(kwargs or {}))
 
 
 def checkpoint_activations(model: Any) -> None:

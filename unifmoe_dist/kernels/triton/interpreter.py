@@ -51,6 +51,8 @@ def _share_block_types(block_type) -> None:
     made, initialise = {}, block_type.__init__
 
     def new(cls, element_ty=None, shape=()):
+        if element_ty is None:  # a copy, which is filled in afterwards
+            return object.__new__(cls)
         sizes = tuple(getattr(size, "value", size) for size in shape)
         space = getattr(element_ty, "address_space", None)
         key = cls, type(element_ty), getattr(element_ty, "name", None), space, sizes
@@ -59,8 +61,13 @@ def _share_block_types(block_type) -> None:
         return made[key]
 
     def initialise_once(self, element_ty, shape):
-        if not vars(self):
+        if vars(self):
+            return
+        try:
             initialise(self, element_ty, shape)
+        except Exception:
+            vars(self).clear()  # refused again the next time
+            raise
 
     block_type.__new__, block_type.__init__ = new, initialise_once
 

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from unifmoe_dist.algorithms import Algorithm
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.data.registry import find_task
+from unifmoe_dist.data.skeleton import without_storage
 from unifmoe_dist.data.task import Batch, TaskData
 from unifmoe_dist.engines import divide_groups, mark
 from unifmoe_dist.studies.memory.deepspeed_memory import EngineMemory, Group
@@ -146,7 +147,7 @@ def sizes_of_algorithm(config: TrainConfig, task: TaskData, ranks: int) -> Algor
     `task` is of `task_of_sizes`; `ranks` share one set of experts.
     """
     single = replace(config, model=replace(config.model, dispatcher="auto"))
-    with torch.device("meta"):
+    with without_storage():
         algorithm = build.build_algorithm(single, task)
     algorithm.to(_DTYPES[config.parallel.precision])
     for layer in moe_layers(algorithm).values() if ranks > 1 else ():

@@ -13,6 +13,7 @@ from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_grou
 
 from tests.support.methods import MOE_LAYERS
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer, upcycle
+from unifmoe_dist.config import OptimConfig
 from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.train import checkpoint
 from unifmoe_dist.train.build import parameter_groups
@@ -46,7 +47,7 @@ def test_no_helper_decays_them_or_takes_them_for_matrices(method):
         "timm's layer decay": param_groups_layer_decay(model, 0.1),
         "timm's optimiser": create_optimizer_v2(model, "adamw", weight_decay=0.1).param_groups,
         "a recipe": [{"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1}],
-        "ours": parameter_groups(model, 0.1),
+        "ours": parameter_groups(model, OptimConfig(weight_decay=0.1)),
     }
     for who, made in groups.items():
         decayed = {p for group in made if group["weight_decay"] for p in group["params"]}

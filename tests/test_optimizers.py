@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.tensor import Shard
 from tests.support.ranks import run_ranks
 from tests.support.small_models import B, build, moved
 from unifmoe_dist import param_groups, upcycle
+from unifmoe_dist.config import OptimConfig
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.experts import BlockExperts
 from unifmoe_dist.routing import Router
@@ -111,12 +113,21 @@ def test_groups_hold_every_trained_parameter_once(family):
     model.get_submodule("blocks.1" if family == "timm" else "bert.encoder.layer.1").requires_grad_(False)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     plain = {p for n, p in trained.items() if n.endswith("bias") or ".router." in n or "norm" in n.lower()}
-    for groups in (param_groups(model, 0.1), parameter_groups(model, 0.1), MUON(model)):
+    optim = OptimConfig(weight_decay=0.1, router_lr=0.5)
+    for groups in (param_groups(model, 0.1), parameter_groups(model, optim), MUON(model)):
         weights = [p for group in groups for p in group["params"]]
         assert sum(p.numel() for p in weights) == sum(p.numel() for p in trained.values())
         assert len({id(p) for p in weights}) == len(weights)
         exempt = {p for group in groups if not group["weight_decay"] for p in group["params"]}
         assert exempt == plain
+    for decay in ("matrices", "all"):
+        rates = {
+            p: group.get("lr")
+            for group in parameter_groups(model, replace(optim, decay=decay))
+            for p in group["params"]
+        }
+        assert {p for p, rate in rates.items() if rate == 0.5} == {p for n, p in trained.items() if ".router." in n}
+        assert len(rates) == len(trained)
     apart = {p for group in MUON(model) if not group["use_muon"] for p in group["params"]} - exempt
     names = {name.split(".")[-2 if name.endswith("weight") else -1] for name, p in trained.items() if p in apart}
     assert names == (

@@ -53,7 +53,12 @@ def param_groups(model: nn.Module, weight_decay: float = 0.0, *, muon: bool = Fa
 
 def is_decayed(name: str, parameter: Tensor) -> bool:
     """Whether weight decay is for a parameter of that name: not for biases, norms and routers."""
-    return ".router." not in f".{name}" and not name.endswith("bias") and parameter.ndim >= 2
+    return not in_router(name) and not name.endswith("bias") and parameter.ndim >= 2
+
+
+def in_router(name: str) -> bool:
+    """Whether a parameter of that name is a router's."""
+    return ".router." in f".{name}"
 
 
 class ExpertMatrix(nn.Parameter):

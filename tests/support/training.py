@@ -26,7 +26,17 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def make_config(
-    folder, *, steps=14, eval_every=10, optimizer="sgd", resume=False, seed=0, clip=0.0, dispatcher="auto", **parallel
+    folder,
+    *,
+    steps=14,
+    eval_every=10,
+    optimizer="sgd",
+    router_lr=None,
+    resume=False,
+    seed=0,
+    clip=0.0,
+    dispatcher="auto",
+    **parallel,
 ) -> TrainConfig:
     return TrainConfig(
         output=str(folder),
@@ -39,7 +49,9 @@ def make_config(
         seed=seed,
         data=DataConfig(batch_size=4),
         model=ModelConfig(layers=[1, 3], num_experts=4, dispatcher=dispatcher),
-        optim=OptimConfig(name=optimizer, lr=0.05 if optimizer == "sgd" else 1e-3, warmup_steps=3, grad_clip=clip),
+        optim=OptimConfig(
+            name=optimizer, lr=0.05 if optimizer == "sgd" else 1e-3, router_lr=router_lr, warmup_steps=3, grad_clip=clip
+        ),
         parallel=ParallelConfig(**parallel),
     )
 

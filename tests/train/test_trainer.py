@@ -124,7 +124,8 @@ def test_clipping_counts_remote_experts(world, parallel, one_rank, one_rank_clip
 
 
 @pytest.mark.parametrize(
-    "parallel", [dict(zero_stage=0), left(dict()), left(dict(zero_stage=2)), dict(offload_optimizer=True)]
+    "parallel",
+    [dict(zero_stage=0, router_lr=0.01), left(dict()), left(dict(zero_stage=2)), dict(offload_optimizer=True)],
 )
 @pytest.mark.timeout(900)  # DeepSpeed's CPU Adam is compiled at its first use, which takes minutes on a busy machine
 def test_resume_is_exact_on_one_rank(parallel, tmp_path):
@@ -157,9 +158,12 @@ def test_resume_at_another_zero_stage(before, after, tmp_path):
     assert resumed == pytest.approx(expected, abs=1e-5)
 
 
+ROUTERS_APART = dict(optimizer="adamw", router_lr=0.01, eval_every=4)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    return run_ranks(1, train, str(tmp_path_factory.mktemp("undisturbed")), 8, optimizer="adamw", eval_every=4)[0]
+    return run_ranks(1, train, str(tmp_path_factory.mktemp("undisturbed")), 8, **ROUTERS_APART)[0]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +181,7 @@ def undisturbed(tmp_path_factory):
 def test_resume_at_another_layout(before, after, undisturbed, tmp_path):
     """Experts on four ranks are on two nodes: a flat run goes on with `two_level`, and one with `two_level` goes on."""
     whole, weights, _ = undisturbed
-    options = dict(optimizer="adamw", eval_every=4, fresh=True)
+    options = dict(**ROUTERS_APART, fresh=True)
 
     def layout(size: int) -> dict:
         over_nodes = dict(dispatcher="two_level", ranks_per_node=2) if size == 4 else {}

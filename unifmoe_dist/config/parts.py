@@ -10,7 +10,9 @@ from unifmoe_dist.config.checked import (
     A_TUPLE,
     Count,
     CountOrNull,
+    Fraction,
     Positive,
+    PositiveOrNull,
     Rate,
     SeedOrNull,
     Weight,
@@ -46,6 +48,8 @@ class DataConfig:
         split_seed: Seed of the 80/20 in/out splits; null takes the run's seed.
         batch_size: Items per training environment and step, over all ranks together.
         eval_batch_size: Items per rank and evaluation step.
+        train_share: Share of every training environment that is learned from; a smaller share lies in a larger one, and
+            validation and test data stay whole.
         sampling: How training items are drawn: in epochs, each item once before any comes again; or with replacement,
             as DomainBed does.
         workers: Processes per rank that read and transform images ahead of time; 0 does it between steps.
@@ -61,6 +65,7 @@ class DataConfig:
     split_seed: SeedOrNull = None
     batch_size: Count = 16
     eval_batch_size: Count = 64
+    train_share: Fraction = 1.0
     sampling: Literal["epochs", "replacement"] = "epochs"
     workers: Whole = 0
     image_size: Count = 224
@@ -75,6 +80,7 @@ class OptimConfig:
     Args:
         name: Optimiser.
         lr: Peak learning rate.
+        router_lr: Peak learning rate of routers; null takes lr.
         weight_decay: Decoupled (adamw) or L2 (adam, sgd) weight decay.
         decay: What is decayed: matrices, so neither biases nor norms nor routers; or all, as in DomainBed.
         betas: Adam's two decay rates.
@@ -90,6 +96,7 @@ class OptimConfig:
 
     name: Literal["adamw", "adam", "sgd"] = "adamw"
     lr: Positive = 2e-3
+    router_lr: PositiveOrNull = None
     weight_decay: Weight = 0.05
     decay: Literal["matrices", "all"] = "matrices"
     betas: Annotated[tuple[Rate, Rate], A_TUPLE] = (0.9, 0.999)

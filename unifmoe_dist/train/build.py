@@ -1,21 +1,26 @@
 """From a configuration to the task, the model, the training algorithm and the optimiser."""
 
+import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import Dataset, Subset
 
 from unifmoe_dist.algorithms import ALGORITHMS, Algorithm
 from unifmoe_dist.config import TrainConfig
+from unifmoe_dist.config.parts import OptimConfig
 from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.skeleton import without_storage
-from unifmoe_dist.data.task import TaskData
+from unifmoe_dist.data.task import TaskData, split_seed
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods.registry import method_of
-from unifmoe_dist.optimizers import param_groups
+from unifmoe_dist.optimizers import in_router, param_groups
 from unifmoe_dist.runtime.ranks import Ranks
 from unifmoe_dist.train import deepspeed
 from unifmoe_dist.upcycling import moe_layers, upcycle
@@ -24,8 +29,18 @@ from unifmoe_dist.upcycling.families import find_adapter
 
 
 def build_task(config: TrainConfig) -> TaskData:
-    """The data and the dense backbone that the configuration names."""
-    return find_task(config.data.task).read(config)
+    """The data, of `train` the share that is learned from, and the dense backbone that the configuration names."""
+    task, share, seed = find_task(config.data.task).read(config), config.data.train_share, split_seed(config)
+    if share == 1:
+        return task
+    return replace(task, train=[_part(each, share, (seed, number)) for number, each in enumerate(task.train)])
+
+
+def _part(items: Dataset, share: float, seeds: tuple[int, ...]) -> Dataset:
+    """So much of a data set, at least one item: the first ones of an order that the seeds draw."""
+    count = len(items)  # type: ignore[arg-type]
+    order = np.random.default_rng(seeds).permutation(count)
+    return Subset(items, order[: math.ceil(share * count)].tolist())
 
 
 def build_model(config: TrainConfig, task: TaskData, ranks: Ranks | None = None) -> nn.Module:
@@ -146,16 +161,25 @@ def build_algorithm(config: TrainConfig, task: TaskData, ranks: Ranks | None = N
     return kind(make_model(), environments, task.num_classes, config.algorithm, make_model)
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, decay: str = "matrices") -> list[dict[str, Any]]:
-    """An optimiser's groups, as `param_groups` makes them; "all" decays everything."""
-    if decay == "all":
-        return [{"params": [p for p in model.parameters() if p.requires_grad], "weight_decay": weight_decay}]
-    return param_groups(model, weight_decay)
+def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
+    """An optimiser's groups, as `param_groups` makes them or, with `decay` all, one; routers apart by `router_lr`."""
+    groups = param_groups(model, optim.weight_decay)
+    if optim.decay == "all":
+        groups = [{"params": [p for p in model.parameters() if p.requires_grad], "weight_decay": optim.weight_decay}]
+    if optim.router_lr is None:
+        return groups
+    routers = {id(parameter) for name, parameter in model.named_parameters() if in_router(name)}
+    parts = [
+        (group, own, [p for p in group["params"] if (id(p) in routers) == own])
+        for own in (False, True)
+        for group in groups
+    ]
+    return [{**group, "params": part, **({"lr": optim.router_lr} if own else {})} for group, own, part in parts if part]
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
     """The optimiser over `parameter_groups`."""
-    groups, optim = parameter_groups(model, config.optim.weight_decay, config.optim.decay), config.optim
+    groups, optim = parameter_groups(model, config.optim), config.optim
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)
     if config.parallel.offload_optimizer:

@@ -317,12 +317,12 @@ def load(
                 }
                 states[parameter] = state
     deepspeed.restore(engine, states, progress)
-    # One rate for all groups: their number differs between layouts, as sharded experts form groups of their own.
-    rate, groups = progress["lr"], engine.optimizer.param_groups
+    # The first group's rate stands for all: their number differs between layouts, as sharded experts form their own.
+    rates = [progress["lr"] * (peak / schedule.base_lrs[0]) for peak in schedule.base_lrs]
     known = schedule.state_dict()  # a name that it does not have would become an attribute of the schedule
     saved = {key: value for key, value in progress["schedule"].items() if key in known}
-    schedule.load_state_dict({**known, **saved, "_last_lr": [rate for _ in groups]})
-    for group in groups:
+    schedule.load_state_dict({**known, **saved, "_last_lr": rates})
+    for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     own_random = folder / f"random-{ranks.rank:05d}.safetensors"
     if own_random.is_file() and progress["world_size"] == ranks.world_size:

@@ -77,7 +77,7 @@ def estimate(config: TrainConfig, ranks: int = 1, gpu: bool = True, load: Load |
         fake_storage(algorithm)
         for layer in moe_layers(algorithm).values() if size > 1 else ():
             mark(layer.experts.parameters())
-        made = build.parameter_groups(algorithm, config.optim.weight_decay, config.optim.decay)
+        made = build.parameter_groups(algorithm, config.optim)
         divide_groups(made)
         groups = [
             Group(g["params"], moe := bool(g.get("moe")), ranks // size if moe else ranks, g["weight_decay"] > 0)

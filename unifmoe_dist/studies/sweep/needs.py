@@ -141,7 +141,7 @@ def _sentence_seconds(run: Run, assumed: set[str]) -> float:
     row, config = _row(run, assumed), run.config
     facts, (_, width, hidden) = FACTS[run.task], find_task(run.task).backbone_sizes
     batch, epochs = config.data.batch_size, config.epochs or 1
-    steps = config.steps if config.epochs is None else epochs * math.ceil(facts.train / batch)
+    steps = config.steps if config.epochs is None else epochs * math.ceil(facts.train * config.data.train_share / batch)
     checks = math.ceil(steps / config.eval_every) if config.epochs is None else epochs
     scored = (checks + 1) * math.ceil(facts.validation / batch)
     tokens = batch * facts.padded_length

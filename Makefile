@@ -11,13 +11,18 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 IN_VENV := PATH="$(abspath $(BIN)):$$PATH"
+BYTECODE := $(VENV)/.bytecode
+# What pip would do on one core before it goes on. Some files are not for this Python, which is no failure.
+COMPILE = $(BIN)/python -m compileall -qq -j $(1) $(VENV)/lib > /dev/null || true
+# Where the environment forbids it to Python, each of hundreds of processes would compile the project's files anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup train test test-all compiled lint gpu docs docker docker-test clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 21
 
-setup: $(STAMP) ## make .venv and install the project into it (PYTHON=..., VENV=...)
+setup: $(BYTECODE) ## make .venv and install the project into it (PYTHON=..., VENV=...)
 
 # The stamp is written last, so an interrupted install is taken up again by the next call.
 $(STAMP): setup.py constraints.txt pyproject.toml
@@ -26,11 +31,16 @@ $(STAMP): setup.py constraints.txt pyproject.toml
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	@# torch and torchvision in one command: their builds must match
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch torchvision
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,text]'
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt torch torchvision
+	@$(call COMPILE,1) &
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[test,text]'
 	@touch $@
 
-train: $(STAMP) ## the main job and its dense twin on all GPUs or 2 CPU ranks, with a table (ARGS="--option value")
+$(BYTECODE): $(STAMP)
+	@$(call COMPILE,0)
+	@touch $@
+
+train: $(BYTECODE) ## the main job and its dense twin on all GPUs or 2 CPU ranks, with a table (ARGS="--option value")
 	$(IN_VENV) python launch/main_job.py $(ARGS)
 
 lint: $(STAMP) ## style (ruff), types (mypy) and Dockerfiles (hadolint)
@@ -51,13 +61,13 @@ test-all: lint compiled ## the slow ones too
 # mypy uses one core: what the tests need compiled is made beside it.
 MAKEFLAGS += --jobs=2
 
-compiled: $(STAMP)
+compiled: $(BYTECODE)
 	@$(IN_VENV) python -m tests.support.compiled > /dev/null
 
 gpu: ## check a GPU in 8 minutes: all runs, is right, and how fast (needs no setup; ARGS="--minutes 15"; docs/gpu.md)
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) launch/gpu_check.py $(ARGS)
 
-docs: $(STAMP) ## the documentation as a site in build/site (open build/site/index.html)
+docs: $(BYTECODE) ## the documentation as a site in build/site (open build/site/index.html)
 	$(IN_VENV) NO_MKDOCS_2_WARNING=1 python -m mkdocs build --quiet
 	@echo "open $(CURDIR)/build/site/index.html"
 

@@ -43,8 +43,9 @@ def check(record: Record) -> None:
         with record.attempt("a product on the card"):
             _try_product()
             record.find("a product on the card", OK, "64 x 64 in float32, is right")
+    owners = importlib.metadata.packages_distributions()  # reads the lists of files of all that is installed
     for package in ("triton", "numpy", "pydantic", *COSTS):
-        facts[package] = _version(package)
+        facts[package] = _version(package, owners.get(package, [package])[0])
     for fact, value in facts.items():
         record.row("card", "The card and what is installed", {"what": fact, "here": value})
     record.numbers |= facts
@@ -85,13 +86,12 @@ def _sentence(facts: dict[str, str]) -> str:
     )
 
 
-def _version(package: str) -> str:
+def _version(package: str, distribution: str) -> str:
     """Of what is imported under that name; – where nothing is."""
     if importlib.util.find_spec(package) is None:
         return "–"
-    owners = importlib.metadata.packages_distributions().get(package, [package])
     try:
-        return importlib.metadata.version(owners[0])
+        return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "there"
 

@@ -15,7 +15,7 @@ import pytest  # noqa: E402, F401
 import sklearn.datasets  # noqa: E402, F401
 import timm  # noqa: E402, F401
 import torch.utils.tensorboard  # noqa: E402, F401
-import transformers.optimization  # noqa: E402, F401
+import transformers.modeling_utils  # noqa: E402, F401
 from deepspeed.comm.torch import build_shm_op  # noqa: E402
 
 import unifmoe_dist.train.trainer  # noqa: E402, F401

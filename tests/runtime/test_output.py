@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 
@@ -43,3 +45,12 @@ def test_a_closed_pipe_ends_a_command_without_a_word_and_a_full_disk_with_a_sent
     assert done.stdout.split("\n") == ends
     assert done.stderr.count("error: the disk is full ([Errno 28] No space left on device); free space") == 1
     assert done.stderr.count("Traceback") == 1 and "BrokenPipeError: of another pipe" in done.stderr
+
+
+def test_why_a_rank_stops_is_one_write():
+    """Ranks share a log; without a buffer, as launchers have it, a line in two writes may take another's in."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # keeps writes apart
+    program = "from unifmoe_dist.runtime.failure import leave_for; leave_for(ValueError('no sum'))"
+    subprocess.run([sys.executable, "-u", "-c", program], stderr=theirs, env={**os.environ, "RANK": "3"})
+    said = ours.recv(1 << 16).decode()
+    assert said.startswith("rank 3 failed: ") and said.endswith("ValueError: no sum\n")

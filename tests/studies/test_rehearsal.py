@@ -29,6 +29,7 @@ from tests.support.jobs import ROOT, Job, RunningJob, environment, free_port
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.runtime import launchers, ranks
+from unifmoe_dist.studies.rehearsal import scenarios
 from unifmoe_dist.studies.rehearsal.hosts import Network
 from unifmoe_dist.studies.rehearsal.scenarios import Job as RehearsedJob
 from unifmoe_dist.train import checkpoint
@@ -222,6 +223,13 @@ def test_a_job_of_a_rehearsal_ends_with_what_it_started(tmp_path):
         job.kill()
     assert job._processes[0].returncode is not None
     assert psutil.wait_procs([started], timeout=5)[1] == [] or started.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_run_that_takes_too_long_is_told_as_such(tmp_path, monkeypatch):
+    monkeypatch.setattr(scenarios, "RUN_SECONDS", 0.2)
+    with RehearsedJob([Here()], tmp_path / "run") as job, pytest.raises(UserError, match="here did not end within 0 s"):
+        assert job._processes[0].stdout.readline()
+        job.complete()
 
 
 def test_a_user_who_may_not_rehearse(monkeypatch):

@@ -82,13 +82,13 @@ def leave_for(error: BaseException) -> NoReturn:
     _speaking.acquire()
     if earlier is None:
         whole = message if isinstance(error, (UserError, KeyboardInterrupt)) else f"rank {rank} failed: {message}"
-        print(whole, file=sys.stderr, flush=True)
+        _say(whole)
         if watchdog is not None:
             watchdog.tell(status)
         _exit(status)
     if earlier["message"] != message:
         own = "" if _is_communication(error) else f" (and this one: {type(error).__name__}: {error})"
-        print(f"rank {rank} stops because rank {earlier['rank']} failed{own}", file=sys.stderr, flush=True)
+        _say(f"rank {rank} stops because rank {earlier['rank']} failed{own}")
     time.sleep(LINGER_SECONDS)
     _exit(status)
 
@@ -144,9 +144,14 @@ def _leave_with(notice: Notice) -> NoReturn:
         "lost": f"rank {gone} was lost{there}: its process ended without a message (killed, out of memory, or crashed)",
         "failed": f"rank {gone} failed{there}",
     }
-    print(f"rank {rank} stops because {why[notice.how]}", file=sys.stderr, flush=True)
+    _say(f"rank {rank} stops because {why[notice.how]}")
     time.sleep(LINGER_SECONDS)
     _exit(notice.status)
+
+
+def _say(text: str) -> None:
+    """In one write, so that ranks that speak at once keep lines of their own in the log that they share."""
+    print(f"{text}\n", end="", file=sys.stderr, flush=True)
 
 
 def _exit(status: int) -> NoReturn:

@@ -22,6 +22,7 @@ from unifmoe_dist.studies.records import read_metrics
 from unifmoe_dist.studies.rehearsal.hosts import Host, Network
 
 PORT = 29400
+RUN_SECONDS = 300.0  # for a run, or to its first checkpoint
 ENDS_SECONDS = 60.0  # within which every rank must have ended, and said why
 # Small, so that a run takes seconds. The batch divides over one host as well as over all.
 OPTIONS = (
@@ -57,7 +58,7 @@ class Job(AbstractContextManager):
     def __exit__(self, *_: object) -> None:
         self.kill()
 
-    def wait_for_checkpoint(self, seconds: float = 300) -> None:
+    def wait_for_checkpoint(self, seconds: float = RUN_SECONDS) -> None:
         """Wait until the run has one, and a step or two more."""
         pointer, limit = self.run / "checkpoints" / "latest", time.monotonic() + seconds
         while not pointer.is_file():
@@ -92,9 +93,14 @@ class Job(AbstractContextManager):
 
     def complete(self) -> None:
         """Run to the end, undisturbed."""
-        for host, (status, _) in zip(self.hosts, self.finish(300), strict=True):
+        for host, log, (status, _) in zip(self.hosts, self.logs, self.finish(RUN_SECONDS), strict=True):
+            if status is None:
+                raise UserError(
+                    f"the job on {host.name} did not end within {RUN_SECONDS:.0f} s, where two minutes are enough on "
+                    f"two idle cores; end what else runs here, or see {log}."
+                )
             if status != 0:
-                raise UserError(f"the job failed on {host.name} (status {status}); see {self.logs[0]}.")
+                raise UserError(f"the job failed on {host.name} (status {status}); see {log}.")
 
     def fail(self) -> None:
         """Wait for the end of a job that was disturbed, and say how it ended; it must not have succeeded."""

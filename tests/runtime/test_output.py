@@ -51,6 +51,8 @@ def test_why_a_rank_stops_is_one_write():
     """Ranks share a log; without a buffer, as launchers have it, a line in two writes may take another's in."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # keeps writes apart
     program = "from unifmoe_dist.runtime.failure import leave_for; leave_for(ValueError('no sum'))"
-    subprocess.run([sys.executable, "-u", "-c", program], stderr=theirs, env={**os.environ, "RANK": "3"})
-    said = ours.recv(1 << 16).decode()
+    with ours:
+        with theirs:
+            subprocess.run([sys.executable, "-u", "-c", program], stderr=theirs, env={**os.environ, "RANK": "3"})
+        said = ours.recv(1 << 16).decode()  # at once, as nobody can write any more
     assert said.startswith("rank 3 failed: ") and said.endswith("ValueError: no sum\n")

@@ -163,18 +163,19 @@ def build_algorithm(config: TrainConfig, task: TaskData, ranks: Ranks | None = N
 
 def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
     """An optimiser's groups, as `param_groups` makes them or, with `decay` all, one; routers apart by `router_lr`."""
-    groups = param_groups(model, optim.weight_decay)
+    groups: list[dict[str, Any]]
     if optim.decay == "all":
         groups = [{"params": [p for p in model.parameters() if p.requires_grad], "weight_decay": optim.weight_decay}]
+    else:
+        groups = param_groups(model, optim.weight_decay)
     if optim.router_lr is None:
         return groups
-    routers = {id(parameter) for name, parameter in model.named_parameters() if in_router(name)}
-    parts = [
-        (group, own, [p for p in group["params"] if (id(p) in routers) == own])
-        for own in (False, True)
-        for group in groups
-    ]
-    return [{**group, "params": part, **({"lr": optim.router_lr} if own else {})} for group, own, part in parts if part]
+    routers = {parameter for name, parameter in model.named_parameters() if in_router(name)}
+    for group in [*groups]:
+        own = [p for p in group["params"] if p in routers]
+        group["params"] = [p for p in group["params"] if p not in routers]
+        groups.append({**group, "params": own, "lr": optim.router_lr})
+    return [group for group in groups if group["params"]]
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:

@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 TRAIN = [
     "torchvision>=0.24.1",  # its releases pair with torch's: install both in one command
     "deepspeed>=0.17,<0.20",  # tested from 0.17.0 to 0.19.8; train/deepspeed.py uses names that it may change
-    "ninja>=1.11.1",  # DeepSpeed compiles a small communication op at its first start
+    "ninja>=1.11.1",  # DeepSpeed compiles an offloaded optimiser at its first use
     "timm>=1.0.26",  # earlier ones cannot read an exported folder by `local-dir:`
     "transformers>=4.57.1",  # earlier ones know no `dtype`
     "datasets>=3.0",

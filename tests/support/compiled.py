@@ -1,4 +1,4 @@
-"""What DeepSpeed compiles for CPU ranks, compiled before any test: inside one, its time limit could end the compiler.
+"""What DeepSpeed compiles on a CPU, compiled before any test: inside one, its time limit could end the compiler.
 
 torch compiles again when a path of the environment differs, so only it knows whether there is anything to do.
 `python -m tests.support.compiled` does it alone, beside the type checker, in `make test`.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 DONE = "UNIFMOE_TESTS_COMPILED"
 
@@ -28,19 +27,16 @@ def compile_for_ranks() -> None:
 
 
 def main() -> None:
-    """Sums over CPU ranks, and an offloaded optimiser, beside each other; with a GPU nothing."""
+    """An offloaded optimiser; with a GPU nothing."""
     import torch
 
     if torch.cuda.is_available():
         return
     os.environ["DS_ACCELERATOR"] = "cpu"
     own_folder()
-    from deepspeed.comm.torch import build_shm_op
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
-    with ThreadPoolExecutor() as pool:
-        for one in (pool.submit(build_shm_op), pool.submit(CPUAdamBuilder().load)):
-            one.result()
+    CPUAdamBuilder().load()
 
 
 if __name__ == "__main__":

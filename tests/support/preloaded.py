@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
-from contextlib import redirect_stdout, suppress
+from contextlib import suppress
 from pathlib import Path
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns of what it finds otherwise
 
+import deepspeed.comm.torch  # noqa: E402
 import hypothesis  # noqa: E402, F401
 import pytest  # noqa: E402, F401
 import sklearn.datasets  # noqa: E402, F401
 import timm  # noqa: E402, F401
 import torch.utils.tensorboard  # noqa: E402, F401
 import transformers.modeling_utils  # noqa: E402, F401
-from deepspeed.comm.torch import build_shm_op  # noqa: E402
 
 import unifmoe_dist.train.trainer  # noqa: E402, F401
 from tests.support.ranks import PLOTS  # noqa: E402
@@ -37,8 +36,7 @@ def plot_run(folder: Path) -> list[Path]:
 
 
 training_plots.plot_run = plot_run
-with redirect_stdout(sys.stderr):
-    build_shm_op()  # compiled when the tests started; else every process looks at the sources anew
+deepspeed.comm.torch.build_shm_op = lambda: None  # in loops on DeepSpeed too: train/deepspeed.py says why
 check_layers(TrainConfig()), dump_train_config(TrainConfig())  # a run's first steps, which import more
 gc.collect()
 gc.freeze()  # no collection in a forked process goes over all this again, or copies its pages

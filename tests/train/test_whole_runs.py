@@ -51,7 +51,7 @@ def test_a_run_passes_its_options_on(tmp_path):
     ((steps, told, built, repeats),) = run_ranks(1, passed_on, str(tmp_path / "run"), fresh=True)
     assert steps > 1 and told == [steps, steps]
     assert repeats > 0  # none within an epoch without replacement
-    assert built == [compiling.SHARED_MEMORY, compiling.CPU_ADAM]
+    assert built == [compiling.CPU_ADAM]
 
 
 def hasty(rank):

@@ -15,8 +15,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-SHARED_MEMORY = "deepspeed_shm_comm"
-"""What DeepSpeed's sums over CPU ranks of one host need."""
 CPU_ADAM = "cpu_adam"
 """What an offloaded optimiser needs."""
 

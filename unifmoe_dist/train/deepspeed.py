@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def start(
     environment, and `folder` gets TensorBoard's events; None writes none.
     """
     library = _library()
-    with compiling.announced(compiling.SHARED_MEMORY), redirect_stdout(sys.stderr):  # a command's output is its own
+    with _without_inference_sums(), redirect_stdout(sys.stderr):  # a command's output is its own
         library.init_distributed(auto_mpi_discovery=False, verbose=False)
     groups: Any = import_module("deepspeed.utils.groups")
     groups._WORLD_GROUP = None  # of another job of this process, perhaps
@@ -70,6 +70,18 @@ def start(
     if not engine.zero_optimization():
         clip_by_true_norm(engine)
     return engine
+
+
+@contextmanager
+def _without_inference_sums() -> Iterator[None]:
+    """No extension for sums over CPU ranks: only tensor-parallel inference takes it, and it compiles for a minute."""
+    backend: Any = import_module("deepspeed.comm.torch")
+    build = backend.build_shm_op
+    backend.build_shm_op = lambda: None
+    try:
+        yield
+    finally:
+        backend.build_shm_op = build
 
 
 def load_all() -> None:

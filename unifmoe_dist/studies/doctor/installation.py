@@ -47,8 +47,8 @@ def deepspeed() -> Iterator[Finding]:
     yield ok("DeepSpeed", version)
     for tool, advice in (("ninja", "`pip install ninja`"), ("c++", "`apt-get install g++`, or your system's compiler")):
         place = shutil.which(tool)
-        advice += ": DeepSpeed compiles an op at its first start"
-        yield expect(place, tool, place or "not on PATH", advice, "problem")
+        advice += ": only parallel.offload_optimizer compiles, at its first use"
+        yield expect(place, tool, place or "not on PATH", advice)
 
 
 def tutel() -> Iterator[Finding]:

@@ -35,7 +35,19 @@ def leave(status: int = 0) -> NoReturn:
         dist.destroy_process_group()
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter's own end does
     atexit._run_exitfuncs()
+    if status == 0:
+        _end_mpi()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # nobody may read it any more, or it is closed
             stream.flush()
     os._exit(status)
+
+
+def _end_mpi() -> None:
+    """As mpi4py does at the interpreter's own end, which does not come: without it mpirun takes a rank for failed.
+
+    It waits for all ranks, so one that has failed does not call it, and mpirun ends the others.
+    """
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()

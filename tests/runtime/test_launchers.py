@@ -76,6 +76,25 @@ def test_mpirun(tmp_path):
     assert joined(done.stdout) == EXPECTED
 
 
+MPI = """
+import sys, types
+mpi = types.ModuleType("mpi4py.MPI")
+mpi.Is_initialized, mpi.Is_finalized = lambda: True, lambda: False
+mpi.Finalize = lambda: print("finalized", flush=True)
+sys.modules["mpi4py.MPI"] = mpi
+from unifmoe_dist.leaving import leave
+leave(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("status,printed", [(0, "finalized\n"), (1, "")])
+def test_a_rank_that_succeeds_finalizes_mpi(status, printed):
+    """Else mpirun takes it for failed and kills the others. One that fails may not: it would wait for them."""
+    command = [sys.executable, "-c", MPI, str(status)]
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (status, printed), done.stderr
+
+
 def test_torchrun(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [

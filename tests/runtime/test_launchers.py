@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -66,7 +67,9 @@ def test_srun(tmp_path):
     assert joined("".join(log.read_text() for log in logs)) == EXPECTED
 
 
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun on this machine")
+@pytest.mark.skipif(
+    None in (shutil.which("mpirun"), importlib.util.find_spec("mpi4py")), reason="needs mpirun and the extra mpi"
+)
 def test_mpirun(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     command = ["mpirun", "-np", "2", "--oversubscribe", sys.executable, str(tmp_path / "program.py")]

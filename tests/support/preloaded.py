@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import os
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns of what it finds otherwise
 
-import deepspeed.comm.torch  # noqa: E402
 import hypothesis  # noqa: E402, F401
 import pytest  # noqa: E402, F401
 import sklearn.datasets  # noqa: E402, F401
@@ -36,7 +36,8 @@ def plot_run(folder: Path) -> list[Path]:
 
 
 training_plots.plot_run = plot_run
-deepspeed.comm.torch.build_shm_op = lambda: None  # in loops on DeepSpeed too: train/deepspeed.py says why
+# In loops on DeepSpeed too: train/deepspeed.py says why. `deepspeed.comm.torch` itself is torch, by a star import.
+import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 check_layers(TrainConfig()), dump_train_config(TrainConfig())  # a run's first steps, which import more
 gc.collect()
 gc.freeze()  # no collection in a forked process goes over all this again, or copies its pages

@@ -126,6 +126,32 @@ def test_gradients_that_are_held_stay(again):
     assert all(torch.equal(now, then) for grads in held for now, then in grads)
 
 
+def test_what_is_given_for_gradients_stays(again):
+    """Before, `torch.autograd.grad` and hooks had memory that the next backward pass wrote."""
+    results = []
+    for layer in (make(), make(False)):
+        hooked, given = [], []
+        layer.experts.keys.register_hook(hooked.append)
+        for number in range(6):
+            loss = layer(tokens(seed=number)).square().sum()
+            given.append(torch.autograd.grad(loss, [*layer.parameters()]) if number % 2 else loss.backward() or [])
+        results.append([*hooked, *(grad for grads in given for grad in grads)])
+    assert again.replayed == 8
+    assert_same(*results)
+
+
+def test_the_graphs_of_a_shape_have_a_pool_of_their_own(again):
+    """In a common one, tensors that a backward pass reads may lie where a graph captured earlier works: a layer that is
+    captured again, or two shapes in one step, gave wrong gradients."""
+    layers = make(), make()
+    for number in range(4):
+        for layer, count in ((layers[0], 20), (layers[1], 20), (layers[0], 12)):
+            layer(tokens(count, seed=number)).sum().backward()
+    assert again.captured == len(again.pools) == 6
+    assert again.pools[::2] == again.pools[1::2]  # the forward and the backward pass of each
+    assert len({*map(id, again.pools)}) == 3
+
+
 # -- what changes between passes --------------------------------------------------------------------------------------
 
 
@@ -176,6 +202,20 @@ def test_copies_and_files_capture_for_themselves(again):
     assert list(layer.state_dict()) == list(make(False).state_dict())
     layer.cuda_graphs = False
     assert layer.graphs is None
+
+
+def test_torchs_switch_for_tf32(again):
+    """Torch's own getter of the older setting raises once this one is used."""
+    layer = warmed(again, make())
+    before, torchs = again.replayed, torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        layer(tokens()).sum().backward()
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = torchs
+    assert again.replayed == before
+    layer(tokens()).sum().backward()
+    assert again.replayed == before + 2
 
 
 def test_settings_that_decide_what_runs(again):

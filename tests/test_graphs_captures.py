@@ -65,17 +65,30 @@ def calls(monkeypatch):
     return log
 
 
-def test_captures_share_the_pool_of_their_place(calls):
+def test_captures_are_aside_and_into_their_pool(calls):
     device, x = graphs.Cuda(), torch.ones(2)
-    for place in ("here", "here", "there"):
+    pools = [device.pool(), device.pool()]
+    for pool in pools:
         with device.aside(x):
-            replay, made = device.capture(place, lambda: [x])
+            replay, made = device.capture(pool, lambda: [x])
         replay()
         assert made == [x]
     around = ["side waits for main", "captured", "main waits for side", "replay"]
-    pools = [entry for entry in calls if entry not in around]
-    assert pools[0] == pools[1] == "capture into 0" != pools[2]
-    assert [entry for entry in calls if entry in around] == around * 3
+    assert [entry for entry in calls if entry not in around] == ["capture into 0", "capture into 1"]
+    assert [entry for entry in calls if entry in around] == around * 2
+
+
+def test_each_place_has_a_stream_aside(calls, monkeypatch):
+    made = [Stream(name, calls) for name in ("first", "second", "of nobody")]
+    monkeypatch.setattr(torch.cuda, "Stream", iter(made).__next__)
+    monkeypatch.setattr(graphs.Cuda, "place", lambda self, x: int(x.sum()))
+    device = graphs.Cuda()
+    for x in (torch.ones(2), torch.ones(3), torch.ones(2)):
+        with device.aside(x):
+            pass
+    assert [entry for entry in calls if "waits for main" in entry] == [
+        *(f"{name} waits for main" for name in ("first", "second", "first"))
+    ]
 
 
 def test_a_capture_that_fails_gives_the_stream_back(calls):
@@ -85,7 +98,7 @@ def test_a_capture_that_fails_gives_the_stream_back(calls):
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError, match="no"), device.aside(x):
-        device.capture("here", fail)
+        device.capture(device.pool(), fail)
     assert calls[-1] == "main waits for side"
 
 
@@ -133,17 +146,50 @@ def test_graphs_on_a_device(dtype, autocast, options):
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-6), number
 
 
+def in_order(model, step):
+    return model(tokens_of(step)).square().mean()
+
+
+def unfrozen_late(model, step):
+    """The first layer's graphs come after those of the others, and its pass before theirs."""
+    if step in (0, 5):
+        model[0].requires_grad_(step == 5)
+    return model(tokens_of(step).requires_grad_()).square().mean()
+
+
+def two_lengths(model, step):
+    queries = model(tokens_of(step, 120 if step % 2 and step > 4 else 100))
+    return (queries.mean() * model(tokens_of(step + 20, 300)).mean()).square()
+
+
+def left_out(model, step):
+    return model[1:](model[0](tokens_of(step)) if step % 2 else tokens_of(step)).square().mean()
+
+
+def evaluated_meanwhile(model, step):
+    y = model(tokens_of(step))
+    with torch.no_grad():
+        model.eval()(tokens_of(step))
+    model.train()
+    return y.square().mean()
+
+
+def tokens_of(seed, count=300):
+    return torch.randn(count, 64, generator=torch.Generator().manual_seed(seed)).cuda()
+
+
 @pytest.mark.gpu
-def test_two_layers_share_no_memory_that_they_need():
-    """The temporary memory of all graphs is one pool: what a backward pass reads is not in it."""
+@pytest.mark.parametrize("loss", [in_order, unfrozen_late, two_lengths, left_out, evaluated_meanwhile])
+def test_layers_share_no_memory_that_they_need(loss):
+    """In whatever order their graphs were captured, and are repeated."""
     results = []
     for cuda_graphs in (True, False):
         torch.manual_seed(0)
         config = UniFMoEConfig(64, 256, num_experts=4, num_blocks=4)
         model = nn.Sequential(*(UniFMoELayer(config, cuda_graphs=cuda_graphs) for _ in range(3))).cuda()
-        for number in range(6):
-            torch.manual_seed(number)
-            model(torch.randn(300, 64, device="cuda")).square().mean().backward()
+        for step in range(14):
+            loss(model, step).backward()
+        assert all(layer.graphs._made for layer in model if cuda_graphs)
         results.append([p.grad for p in model.parameters()])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)

@@ -80,8 +80,8 @@ def test_threads_that_evaluate_a_layer_do_not_meet_in_its_graph(again):
     layer, plain, wrong = make().eval(), make(False).eval(), []
     turn, capture = threading.Barrier(2, timeout=0.2), again.capture
 
-    def slow(place, run):
-        replay, made = capture(place, run)
+    def slow(pool, run):
+        replay, made = capture(pool, run)
 
         def both():
             with contextlib.suppress(threading.BrokenBarrierError):

@@ -1,8 +1,9 @@
 """CUDA graphs of a layer: its many short launches, recorded once for a shape, are repeated by one call of the host.
 
 A shape that comes a third time is captured, forward and backward; its first two passes compile, tune and prove the
-kernels. Tokens are copied into a graph and its output out of it, so nobody holds memory that the next repetition
-writes. A graph reads weights where they are: steps of an optimiser need no new one, weights elsewhere drop all.
+kernels. Tokens are copied into a graph, its output and its gradients out of it, so nobody holds memory that the next
+repetition writes. A graph reads weights where they are: steps of an optimiser need no new one, weights elsewhere drop
+all. The two graphs of a shape have a pool of memory of their own: layers may run in any order.
 
 What a graph cannot repeat runs eagerly, beside it: a second pass before the backward pass of the first, activation
 checkpointing, hooks inside the layer, tracers. Experts on other ranks, whose exchange waits for the device, and
@@ -19,6 +20,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,7 @@ from torch.nn.modules import module as torch_module
 from unifmoe_dist.eager import in_transform
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.kernels import chosen_kernels
+from unifmoe_dist.kernels.scratch import Scratch, lending
 from unifmoe_dist.lending import bare
 from unifmoe_dist.usage import Usage, recomputing
 
@@ -45,15 +48,14 @@ class Cuda:
     """Torch's calls around CUDA graphs."""
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._pools: dict[Hashable, Any] = {}
+        self._streams: dict[Hashable, torch.cuda.Stream] = {}
 
     def takes(self, x: Tensor) -> bool:
         """Whether a pass over x may be captured or repeated now."""
         return x.is_cuda and not torch.cuda.is_current_stream_capturing()
 
     def place(self, x: Tensor) -> Hashable:
-        """Where graphs over x run: what they hold between repetitions, no other stream may touch meanwhile."""
+        """Where graphs over x run, one after the other."""
         return x.device, torch.cuda.current_stream(x.device).cuda_stream
 
     @contextlib.contextmanager
@@ -61,7 +63,8 @@ class Cuda:
         """On a stream on which x's device can be captured; leaves its generator as it was."""
         with torch.cuda.device(x.device), torch.random.fork_rng(devices=[x.device]):
             current = torch.cuda.current_stream()
-            stream = self._streams.setdefault(x.device, torch.cuda.Stream())
+            # Libraries keep memory for each stream, which two places must not share: their graphs may meet.
+            stream = self._streams.setdefault(self.place(x), torch.cuda.Stream())
             stream.wait_stream(current)
             try:
                 with torch.cuda.stream(stream):
@@ -84,13 +87,13 @@ class Cuda:
                 torch.cuda.set_sync_debug_mode(mode)
         return any("called a synchronizing" in str(warning.message) for warning in said)
 
-    def capture(self, place: Hashable, run: Callable[[], Sequence[Any]]) -> tuple[Callable[[], None], Sequence[Any]]:
-        """What repeats `run`, inside `aside`, and its tensors, which a repetition writes again.
+    def pool(self) -> Any:
+        """Memory for graphs that always are repeated in the order of their captures."""
+        return torch.cuda.graph_pool_handle()
 
-        All graphs of a place take what they need for a while from one pool: they never run at the same time.
-        """
+    def capture(self, pool: Any, run: Callable[[], Sequence[Any]]) -> tuple[Callable[[], None], Sequence[Any]]:
+        """What repeats `run`, inside `aside`, and its tensors, which a repetition writes again."""
         graph = torch.cuda.CUDAGraph()
-        pool = self._pools.setdefault(place, torch.cuda.graph_pool_handle())
         stream = torch.cuda.current_stream()
         try:
             # Other threads may pin memory meanwhile, which the mode "global" would not have.
@@ -102,6 +105,15 @@ class Cuda:
 
 
 device: Any = Cuda()
+
+_one_capture = threading.Lock()  # threads whose layers are on one device would capture on one stream
+
+
+class _Buffers(dict[str, Tensor]):
+    """What all graphs of a place are lent, by name."""
+
+
+_buffers: WeakValueDictionary[Hashable, _Buffers] = WeakValueDictionary()  # of places that have graphs
 
 
 class LayerGraphs:
@@ -195,7 +207,7 @@ class LayerGraphs:
             return None
         counted, place = usage.snapshot(), device.place(x)
         try:
-            with device.aside(x), torch.inference_mode(False), _no_cached_casts(x):
+            with _one_capture, device.aside(x), torch.inference_mode(False), _no_cached_casts(x):
                 self._made[key] = _Captured(place, whole, x, mask, trained)
         except Exception as error:
             cause: BaseException = error
@@ -258,12 +270,16 @@ class _Captured:
             if self.differentiated:
                 backward()
 
-        if device.waits(both):  # on this stream for the first time, too, where libraries may make something
-            raise RuntimeError("its kernels here, such as those of plain PyTorch, wait for the device")
-        graph.clear()
-        self._forward, (self.y,) = device.capture(place, forward)
-        if self.differentiated:
-            self._backward, self.grads = device.capture(place, backward)
+        self.scratch = scratch = Scratch(_buffers.setdefault(place, _Buffers()))
+        pool = device.pool()
+        with lending(scratch):
+            if device.waits(both):  # on this stream for the first time, too, where libraries may make something
+                raise RuntimeError("its kernels here, such as those of plain PyTorch, wait for the device")
+            graph.clear()
+            scratch.hold(x.device)
+            self._forward, (self.y,) = device.capture(pool, forward)
+            if self.differentiated:
+                self._backward, self.grads = device.capture(pool, backward)
         self.graph = graph
 
     def awaited(self) -> bool:
@@ -290,7 +306,7 @@ class _Captured:
         return once
 
     def replay_backward(self, once: _Once, grad_y: Tensor) -> list[Tensor | None]:
-        """Gradients of x, a copy, and of the weights; those autograd copies where it would keep them."""
+        """Copies of the gradients of x and the weights: a hook or `torch.autograd.grad` may keep what it is given."""
         if self._last() is not once:
             raise UserError(
                 "a second backward pass through a layer with cuda_graphs came after another forward pass, which has "
@@ -299,9 +315,8 @@ class _Captured:
         self.grad_y.copy_(grad_y)
         self._backward()
         once.done = True
-        if not self.x.requires_grad:
-            return [None, *self.grads]
-        return [self.grads[0].clone(), *self.grads[1:]]
+        copies = [None if grad is None else grad.clone() for grad in self.grads]
+        return copies if self.x.requires_grad else [None, *copies]
 
 
 class _Once:
@@ -327,7 +342,8 @@ def _key(layer: nn.Module, x: Tensor, mask: Tensor | None, differentiated: bool)
     """All that decides what runs, but for values."""
     kind = x.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    settings = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    # Not torch.get_float32_matmul_precision(), which raises where a caller has set this attribute.
+    settings = torch.backends.cuda.matmul.fp32_precision, torch.are_deterministic_algorithms_enabled()
     shape = tuple(x.shape), x.dtype, x.requires_grad, mask is None
     return device.place(x), shape, differentiated, layer.training, autocast, chosen_kernels(), settings
 

@@ -16,6 +16,7 @@ class Again:
     def __init__(self):
         self.captured = self.replayed = 0
         self.fails = self.waiting = False
+        self.pools = []  # that captures went into
 
     def takes(self, x):
         return not x.is_meta
@@ -32,10 +33,14 @@ class Again:
         run()
         return self.waiting
 
-    def capture(self, place, run):
+    def pool(self):
+        return object()
+
+    def capture(self, pool, run):
         if self.fails:
             raise RuntimeError("operation not permitted when stream is capturing.\nmore")
         self.captured += 1
+        self.pools.append(pool)
         kept = [None if made is None else torch.full_like(made, float("nan")) for made in run()]
 
         def replay():

@@ -63,6 +63,17 @@ def check_ffn(x, gates, blocks, experts, shared=None, options=None, tolerance=2e
         assert error(g, w) < tolerance
 
 
+def test_backward_passes_under_autocast():
+    """Whose float32 layer, without it in its forward pass, has float32 gradients."""
+    experts, gates = bank(2, 32, 64, 2), random_gates(20, 2)
+    x, blocks, grads = random(20, 32), random(20, 2) > 0, []
+    for enabled in (False, True):
+        y = triton_block_ffn(x, gates, blocks, experts.weights())
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=enabled):
+            grads.append(torch.autograd.grad(y.square().sum(), [*experts.parameters()]))
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+
+
 @settings(max_examples=10, deadline=None)
 @given(
     n=st.integers(0, 20),

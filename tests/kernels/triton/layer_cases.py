@@ -172,6 +172,7 @@ def test_selector_refuses_what_triton_cannot_run():
 
 def test_what_triton_does_not_take_is_said_once(monkeypatch, recwarn):
     monkeypatch.setattr(select, "_wants_triton", lambda x: True)
+    select._say_once.cache_clear()  # other tests hear it too
     layer, x = make_layer(dim=24, hidden=64).double(), random(7, 24, dtype=torch.float64)
     expected = layer.eval()(x)
     with use_kernels("reference"):
@@ -231,7 +232,9 @@ def test_trial_knows_what_overflows(tokens, experts, dtype):
     shape = LaunchShape(x, torch.ones(tokens, experts), weights.keys, 2, TritonOptions())
     sizes = tokens, 48, 32, 2, experts, shape.tile_rows, dtype.itemsize
     item = dtype.itemsize
-    fillings = [workspace.Workspace(x, shape, row_bytes).fillings for row_bytes in (48 * item, (48 + 2 * 32) * item)]
+    fillings = [
+        workspace.Workspace(x, shape, row_bytes, None).fillings for row_bytes in (48 * item, (48 + 2 * 32) * item)
+    ]
     assert tile_sizes.overflows(*sizes, False, False) == any(fillings)
 
 
@@ -255,7 +258,7 @@ def test_trial_knows_nothing_of_its_caller(monkeypatch, recwarn):
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with torch.device("meta"), torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        with torch.device("meta"), torch.autocast(DEVICE, torch.bfloat16), torch.inference_mode():
             assert self_test.routing_works(x, 5, 4) and self_test.ffn_works(x, weights)
         assert torch.get_default_dtype() == torch.bfloat16
     finally:
@@ -344,7 +347,12 @@ def test_kernels_are_launched_on_the_device_of_their_tokens(monkeypatch):
     layer, x = make_layer(), random(40, 32)
     with use_kernels("triton"), torch.no_grad():
         layer(x)
-        block_ffn(x, torch.ones(40, 3), torch.ones(40, 4, dtype=torch.bool), layer.experts.weights())
+        block_ffn(
+            x,
+            torch.ones(40, 3, device=DEVICE),
+            torch.ones(40, 4, dtype=torch.bool, device=DEVICE),
+            layer.experts.weights(),
+        )
     assert len(launched) > 8 and all(launched)
 
 

@@ -30,6 +30,7 @@ if torch.cuda.is_available():
     from tests.kernels.triton.ffn_cases import *  # noqa: F403
     from tests.kernels.triton.layer_cases import *  # noqa: F403
     from tests.kernels.triton.routing_cases import *  # noqa: F403
+    from tests.kernels.triton.scratch_cases import *  # noqa: F403
 
     pytestmark = pytest.mark.gpu
 else:
@@ -254,70 +255,6 @@ def test_parts_of_gated_blocks(architecture, parts):
         assert LaunchShape(x, gates, keys, 2, TritonOptions()).parts == 1
 
 
-class _Device:
-    """What Triton's file of choices asks of a device driver."""
-
-    def get_current_target(self):
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 86, 32)
-
-
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter takes the first tiles")
-def test_choice_of_tiles(tmp_path, monkeypatch):
-    """The fastest by a made-up clock, chosen once and kept on disk; a trial run, a capture or damage spoils nothing."""
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
-
-    from unifmoe_dist.kernels.triton.tuning import Candidates, first_tiles, tuned
-    from unifmoe_dist.kernels.triton.weight_gradients import weight_grad_kernel
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(driver, "_active", _Device())
-    launched, timed = [], []
-    monkeypatch.setattr(JITFunction, "run", lambda self, BLOCK_D, **kwargs: launched.append(BLOCK_D))
-
-    def clock(launch, quantiles):
-        launch()
-        timed.append(launched[-1])
-        return [1.0 / launched[-1]] * 3
-
-    def kernel():
-        half, single = [(16, 16, 4, 2), (64, 16, 4, 2), (32, 16, 4, 2)], [(16, 16, 4, 2)]
-        made = tuned(("BLOCK_D", "BLOCK_R"), Candidates(large=half, small=single, single=single))(weight_grad_kernel.fn)
-        made._do_bench = clock
-        return made
-
-    def taken(made, dtype=torch.bfloat16, width=64):
-        made[(1,)](channels_0=torch.zeros(1, dtype=dtype), D=width, M=16, TILE_ROWS=16)
-        return launched[-1]
-
-    first = kernel()
-    # Triton 3.5 comes here with a single candidate as well, perhaps while a graph is captured.
-    assert first.check_disk_cache("a shape", first.configs[:1], lambda: timed.append(0)) and not timed
-    assert first.cache.pop("a shape") == first.configs[0] and not list(tmp_path.iterdir())
-    with first_tiles():
-        assert taken(first) == 16 and not timed
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert taken(first) == 16 and not timed
-    assert taken(first) == 64 and sorted(timed) == [16, 32, 64]
-    with first_tiles():
-        assert taken(first) == 64
-    timed.clear()
-    assert taken(first) == taken(kernel()) == 64 and not timed  # a new process would find it on disk
-    assert taken(first, torch.float32) == 16 and not timed  # nothing to choose from
-    assert taken(kernel(), width=128) == 64 and timed  # another shape
-
-    timed.clear()
-    files = list(tmp_path.rglob("*.autotune.json"))
-    assert len(files) == 2
-    for file, damage in zip(files, ("{", '{"configs_timings": []}'), strict=True):
-        file.write_text(damage)
-    assert taken(kernel()) == taken(kernel(), width=128) == 64 and len(timed) == 6
-
-
 def test_selector_names():
     with pytest.raises(UserError, match="fastest"), use_kernels("fastest"):
         pass
@@ -358,7 +295,7 @@ def test_tuned_tiles(options, monkeypatch):
     from tests.support.triton import make_layer
     from unifmoe_dist.kernels.triton import tuning as triton_tuning
 
-    monkeypatch.setattr(triton_tuning, "_enabled", True)
+    monkeypatch.setattr(triton_tuning, "_held_back", 0)
     layer = make_layer(dim=64, hidden=384, experts=4, blocks=2, seed=len(options)).bfloat16()
     x = torch.randn(3000, 64, device="cuda", dtype=torch.bfloat16)
     results = []

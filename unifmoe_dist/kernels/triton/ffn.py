@@ -40,6 +40,7 @@ from unifmoe_dist.eager import not_compiled
 from unifmoe_dist.experts import ExpertWeights
 from unifmoe_dist.kernels import tile_sizes
 from unifmoe_dist.kernels.dropout import HiddenDropout
+from unifmoe_dist.kernels.scratch import lent
 from unifmoe_dist.kernels.triton.dropout import dropout_arguments
 from unifmoe_dist.kernels.triton.ffn_kernel import NOTHING_STORED, ffn_kernel
 from unifmoe_dist.kernels.triton.ffn_reductions import gate_grad_kernel
@@ -178,7 +179,8 @@ class _TritonBlockFFN(torch.autograd.Function):
         banks = Banks(used)
         shape = LaunchShape(x, gates, banks.keys, num_blocks, options, banks.gated, banks.has_shared)
         offsets = offsets or count_groups(gates, blocks, banks.has_shared)
-        space = Workspace(x, shape, shape.row_bytes)
+        ctx.scratch = lent()
+        space = Workspace(x, shape, shape.row_bytes, ctx.scratch)
         kept = space.kept(x, recorded and any(ctx.needs_input_grad))
         ctx.save_for_backward(x, gates, blocks, offsets.earlier, offsets.totals, kept, *used)
         plan = make_plan(gates, blocks, offsets, shape.tile_rows, banks.has_shared, shape.parts, space.counters)
@@ -202,7 +204,7 @@ class _TritonBlockFFN(torch.autograd.Function):
         if shape.num_sub == 1 and shape.sub > 64:  # what follows the products would spill, done on all channels at once
             shape.sub, shape.num_sub = 64, shape.sub // 64
         beside = 1 + len(banks.projections)  # channels before the values, and gradients of every projection's
-        space = Workspace(x, shape, shape.row_bytes + beside * shape.width * x.element_size())
+        space = Workspace(x, shape, shape.row_bytes + beside * shape.width * x.element_size(), ctx.scratch)
         plan = make_plan(
             gates, blocks, GroupOffsets(earlier, totals), shape.tile_rows, banks.has_shared, shape.parts, space.counters
         )
@@ -221,7 +223,8 @@ class _TritonBlockFFN(torch.autograd.Function):
         value_biases = banks.pairs["value_bias"]
         grad_gates = _gate_gradient(shape, grad_gate, grad_y, gates, blocks, *value_biases, banks.has_shared)
         if value_biases[1] is not None:
-            biases = gates.to(x.dtype).T @ grad_y
+            with torch.autocast(x.device.type, enabled=False):  # a backward pass may run under someone's
+                biases = gates.to(x.dtype).T @ grad_y
             split = 1 if banks.has_shared else 0
             grads.pairs["value_bias"] = (biases[:split] if banks.has_shared else None), biases[split:]
         made = [pair[bank] for bank in (0, 1) for pair in grads.pairs.values()]

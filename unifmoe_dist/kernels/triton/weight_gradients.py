@@ -290,9 +290,10 @@ class WeightGradients:
     def __init__(self, x: Tensor, grad_y: Tensor, space: Workspace, banks: Banks, grads: Banks, wants: Banks) -> None:
         shape = space.shape
         self.space, self.has_shared = space, banks.has_shared
-        rows, tiles = (space.tiles * shape.tile_rows, shape.width), (space.tiles, shape.width)
         projections = banks.projections
-        hidden, *grad_pre = (x.new_empty(rows) for _ in range(1 + len(projections)))
+        names = ["hidden", *("gradients of " + keys for keys, _ in projections)]
+        hidden, *grad_pre = (space.rows_of(name, shape.width, x.dtype, x.device) for name in names)
+        tiles = space.tiles, shape.width
         partial = [torch.empty(tiles, dtype=torch.float32, device=x.device) for _ in projections]
         self.stored: dict[str, Any] = dict(hidden=hidden)
         self.stored |= dict(zip(("grad_pre", "grad_linear"), grad_pre, strict=False))
@@ -300,8 +301,10 @@ class WeightGradients:
         sums = [("values", hidden, grad_y)]
         sums += [(keys, of, x) for (keys, _), of in zip(projections, grad_pre, strict=True)]
         matrices = [(*of, *grads.pairs[name]) for name, *of in sums if any(wants.pairs[name])]
-        names = [name for _, name in projections]
-        biases = [(of, *grads.pairs[name]) for name, of in zip(names, partial, strict=True) if any(wants.pairs[name])]
+        key_biases = [name for _, name in projections]
+        biases = [
+            (of, *grads.pairs[name]) for name, of in zip(key_biases, partial, strict=True) if any(wants.pairs[name])
+        ]
         self.matrices = _named(("channels", "source", "shared_out", "out"), matrices, 3)
         self.biases = _named(("partial", "shared_bias_out", "bias_out"), biases, 2)
         self.counts = dict(MATRICES=len(matrices), BIASES=len(biases))

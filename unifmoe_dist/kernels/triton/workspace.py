@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from unifmoe_dist.kernels import tile_sizes
+from unifmoe_dist.kernels.scratch import Scratch, take
 from unifmoe_dist.kernels.triton import tuning
 from unifmoe_dist.kernels.triton.ffn_reductions import combine_kernel
 from unifmoe_dist.kernels.triton.math import power_of_two, precision
@@ -120,6 +121,7 @@ class Workspace:
         like: (N, D), gives the type and device of the output.
         shape: Sizes.
         row_bytes: Bytes per row, of all that is kept of it.
+        scratch: What a pass that is captured is lent for its rows.
 
     Attributes:
         tiles: Tiles that it holds at once.
@@ -129,13 +131,17 @@ class Workspace:
         output: (N, D).
     """
 
-    def __init__(self, like: Tensor, shape: LaunchShape, row_bytes: int) -> None:
-        self.shape, self.tiles = shape, shape.held_tiles(row_bytes)
+    def __init__(self, like: Tensor, shape: LaunchShape, row_bytes: int, scratch: Scratch | None) -> None:
+        self.shape, self.tiles, self.scratch = shape, shape.held_tiles(row_bytes), scratch
         self.fillings = triton.cdiv(shape.max_tiles() - self.tiles, max(1, self.tiles // 3))
-        self.rows = like.new_empty((self.tiles * shape.tile_rows, shape.dim))
+        self.rows = self.rows_of("rows", shape.dim, like.dtype, like.device)
         size = like.shape if self.fillings else (1,)
-        self.total = torch.empty(size, dtype=torch.float32, device=like.device)
+        self.total = take(scratch, "total", size, torch.float32, like.device)
         self.output = torch.empty_like(like)
+
+    def rows_of(self, name: str, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """(tiles * tile_rows, width), until the pass ends."""
+        return take(self.scratch, name, (self.tiles * self.shape.tile_rows, width), dtype, device)
 
     def kept(self, x: Tensor, wanted: bool) -> Tensor:
         """(tiles, banks of keys, tile_rows, M) for channels before the activation of the first tiles that it holds."""

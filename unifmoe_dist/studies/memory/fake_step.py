@@ -9,13 +9,14 @@ parts are stood for: what depends on values in layers of experts (`stand_ins.py`
 import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unifmoe_dist.algorithms import Algorithm
@@ -24,6 +25,8 @@ from unifmoe_dist.data.registry import find_task
 from unifmoe_dist.data.skeleton import without_storage
 from unifmoe_dist.data.task import Batch, TaskData
 from unifmoe_dist.engines import divide_groups, mark
+from unifmoe_dist.kernels.scratch import Scratch, lending
+from unifmoe_dist.layer import UniFMoELayer
 from unifmoe_dist.studies.memory.deepspeed_memory import EngineMemory, Group
 from unifmoe_dist.studies.memory.stand_ins import Load, standing_in
 from unifmoe_dist.studies.meters import Ledger, LiveBytes
@@ -91,11 +94,10 @@ def estimate(config: TrainConfig, ranks: int = 1, gpu: bool = True, load: Load |
         device.add("weights", sum(t.nbytes for t in tensors if t not in trained))
         for tensor in tensors:
             live.ignore(tensor)
-        if parallel.cuda_graphs and gpu and size == 1:  # what a graph of the backward pass writes
-            layers = moe_layers(algorithm).values()
-            device.add("buffers", sum(p.nbytes for layer in layers for p in layer.parameters() if p in trained))
         micro_batches = min(2, parallel.gradient_accumulation)  # further ones repeat the second
-        with standing_in(algorithm, load, gpu, size):
+        with standing_in(algorithm, load, gpu, size), ExitStack() as around:
+            if parallel.cuda_graphs and gpu and size == 1:
+                around.enter_context(_in_graphs(algorithm, task.collate([*range(items)]), device, live))
             for number in range(micro_batches):
                 with live:
                     batch, *_ahead = (task.collate([*range(items)]) for _ in range(2 if gpu else 1))
@@ -104,6 +106,28 @@ def estimate(config: TrainConfig, ranks: int = 1, gpu: bool = True, load: Load |
         engine.update()
     parameters = sum(group.size for group in groups)
     return MemoryEstimate(config, ranks, device.peak, device.most, elsewhere.peak, parameters, items)
+
+
+@contextmanager
+def _in_graphs(algorithm: Algorithm, batch: Batch, device: Ledger, live: LiveBytes) -> Iterator[None]:
+    """With what CUDA graphs hold all the time: tokens in and out and their gradients, those of weights, and scratch."""
+    layers = [layer for layer in moe_layers(algorithm).values() if isinstance(layer, UniFMoELayer)]
+    held: dict[str, Tensor] = {}
+    scratch, tokens = Scratch(held), list[int]()
+    watches = [layer.register_forward_hook(lambda _, args, y: tokens.append(y.nbytes)) for layer in layers]
+    with lending(scratch):
+        _forward_and_backward(algorithm, batch)  # tells how much
+    for watch in watches:
+        watch.remove()
+    for parameter in algorithm.parameters():
+        parameter.grad = None
+    scratch.hold(torch.device("cpu"))
+    for buffer in held.values():
+        live.ignore(buffer)
+    weights = sum(p.nbytes for layer in layers for p in layer.parameters() if p.requires_grad)
+    device.add("buffers", weights + 3 * sum(tokens) + sum(buffer.nbytes for buffer in held.values()))
+    with lending(scratch):
+        yield
 
 
 def _forward_and_backward(algorithm: Algorithm, batch: Batch) -> None:

@@ -9,6 +9,7 @@ captured, plain torch is used until it can.
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -83,6 +84,7 @@ Case = _FFN | _Routing | _Exchange
 _verdicts: dict[Case, bool] = {}
 _reasons: dict[Case, str] = {}  # of those that failed
 _said = True
+_one_at_a_time = threading.RLock()  # threads that evaluate or train layers would meet in torch's default type
 
 
 def ffn_works(x: Tensor, weights: ExpertWeights, dropout: bool = False, shared: bool = False) -> bool:
@@ -259,6 +261,11 @@ def _proven(case: Any, tolerance: float, compare: Callable[[Any], list[tuple[Ten
         return _verdicts[case]
     if case.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return False  # a trial would become part of the graph
+    with _one_at_a_time:
+        return _verdicts[case] if case in _verdicts else _tried(case, tolerance, compare)
+
+
+def _tried(case: Any, tolerance: float, compare: Callable[[Any], list[tuple[Tensor, Tensor]]]) -> bool:
     try:
         with _as_nobody_asked(case.device):
             for got, expected in compare(case):

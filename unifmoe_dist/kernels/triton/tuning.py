@@ -14,6 +14,7 @@ the candidates, so a later process takes the winner at once.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,8 @@ from unifmoe_dist.kernels.triton.math import INTERPRETED
 
 Tiles = list[tuple[int, int, int, int]]  # (first block, second block, warps, stages)
 LARGE = 128 * 1024
-_enabled = True
+_held_back = 0  # of how many at once, perhaps in several threads, no candidate may be tried
+_one_at_a_time = threading.RLock()  # threads of nn.DataParallel, say; an autotuner keeps a launch's arguments in itself
 
 
 @dataclass(frozen=True)
@@ -65,32 +67,49 @@ def shared_memory(device: torch.device) -> int:
 @contextlib.contextmanager
 def first_tiles() -> Iterator[None]:
     """Launches inside take the first candidate without a trial, and leave no choice behind."""
-    global _enabled
-    before, _enabled = _enabled, False
+    global _held_back
+    with _one_at_a_time:
+        _held_back += 1
     try:
         yield
     finally:
-        _enabled = before
+        with _one_at_a_time:
+            _held_back -= 1
 
 
 def may_try() -> bool:
     """Whether candidates may be timed now: not while a CUDA graph is captured, which would record the trials."""
-    return _enabled and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return not _held_back and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 class Tuner(Autotuner):
-    """Triton's autotuner, except that a launch which may not try candidates decides nothing for later ones, and that a
-    damaged file of choices is ignored."""
+    """Triton's autotuner, except that threads take turns, that cards choose for themselves, that a launch which may not
+    try candidates decides nothing for later ones, and that a damaged file of choices is ignored."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.by_card = {}
 
     def run(self, *args, **kwargs):
-        if may_try():
-            return super().run(*args, **kwargs)
-        known = set(self.cache)
+        with _one_at_a_time:
+            card = torch.cuda.current_device() if torch.cuda.is_available() else None
+            self.cache = self.by_card.setdefault(card, {})
+            if may_try():
+                return super().run(*args, **kwargs)
+            known = set(self.cache)
+            try:
+                return super().run(*args, **kwargs)
+            finally:
+                for key in self.cache.keys() - known:
+                    del self.cache[key]
+
+    def _bench(self, *args, config, **meta):
         try:
-            return super().run(*args, **kwargs)
-        finally:
-            for key in self.cache.keys() - known:
-                del self.cache[key]
+            return super()._bench(*args, config=config, **meta)
+        except RuntimeError as error:  # Triton takes some of its compiler's failures for those of the caller
+            if isinstance(error, torch.OutOfMemoryError) or "CUDA" in str(error):
+                raise
+            return [float("inf")] * 3  # another candidate runs
 
     def check_disk_cache(self, tuning_key, configs, bench_fn):
         if len(configs) == 1:  # which Triton 3.5 would time, and keep

@@ -250,7 +250,7 @@ def tuned_tiles() -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
         for name, value in vars(importlib.import_module(module.name)).items():
-            if isinstance(value, Autotuner) and value.cache:
+            if isinstance(value, Autotuner) and value.cache:  # of the card that it last ran on; a check has one
                 found[name] = {" ".join(map(str, key)): str(config) for key, config in value.cache.items()}
     return found
 

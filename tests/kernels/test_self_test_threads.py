@@ -1,0 +1,46 @@
+"""Trials of kernels in several threads: one after the other, so that none meets another's settings."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from unifmoe_dist.kernels import self_test
+
+
+class Case:
+    def __init__(self, device):
+        self.device = device
+
+
+def test_trials_take_turns(monkeypatch):
+    """Two at once left torch's default type as the first had set it, for whoever had asked for another."""
+    monkeypatch.setattr(self_test, "_verdicts", {})
+    tried, before = [], torch.get_default_dtype()
+
+    def compare(case):
+        assert torch.get_default_dtype() == torch.float32
+        tried.append(case)
+        time.sleep(0.05)
+        return [(torch.ones(1), torch.ones(1))]
+
+    def prove(start, device):
+        time.sleep(start)
+        self_test._proven(Case(torch.device(device)), 1e-3, compare)
+
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        threads = [threading.Thread(target=prove, args=(0.02 * number, "cpu")) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(before)
+    assert len(tried) == 3

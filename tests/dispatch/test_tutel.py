@@ -9,9 +9,8 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from tests.support.drawn import given, settings, st
 from tests.support.sharded import CLOSE, whole_layer
 from unifmoe_dist import UniFMoEConfig, UniFMoELayer
 from unifmoe_dist.dispatch import make_dispatcher, tutel

@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.graphs import Again
+from unifmoe_dist import graphs
 from unifmoe_dist.kernels import self_test
 from unifmoe_dist.kernels.triton.interpreter import quicken
 from unifmoe_dist.studies.benchmark.layers_and_models import MODELS, UNIFORM, VISION
@@ -107,6 +109,7 @@ def test_benchmark(record, monkeypatch):
     monkeypatch.setattr(device, "driver", lambda fields: dict.fromkeys(fields.split(","), "1"))
     monkeypatch.setattr(self_test, "_verdicts", {"a case": True, "another": False})
     monkeypatch.setattr(timing, "tuned_tiles", lambda: {"ffn_kernel": {"16 4": "num_warps: 4"}})
+    monkeypatch.setattr(graphs, "device", Again())
     timing.check(record, "own")
     found = verdicts(record)
     assert found["vision, N = 24, router as it starts"] == found["vision, N = 24, C_B = 5: what was timed"] == "ok"
@@ -114,7 +117,8 @@ def test_benchmark(record, monkeypatch):
     assert len(record.tables["clocks"]["rows"]) == 3 and record.tables["tiles"]["rows"][0]["kernel"] == "ffn_kernel"
     assert found["self-test: a case"] == "ok" and found["self-test: another"] == "failed"
     rows = record.tables["own, vision, N = 24, router as it starts"]["rows"]
-    assert {"dense FFN", "dense FFN, in a CUDA graph", "UniF-MoE", "UniF-MoE, in a CUDA graph"} <= {r[""] for r in rows}
+    own = {"dense FFN", "dense FFN, in a CUDA graph", "UniF-MoE", "UniF-MoE, in a CUDA graph"}
+    assert own | {"UniF-MoE, cuda_graphs=True"} <= {r[""] for r in rows}
     measured = {row[""] for row in record.tables["own, vision, N = 24, C_B = 5"]["rows"]}
     assert {f"UniF-MoE, {variant}, in a CUDA graph" for variant in timing.VARIANTS} == measured - {r[""] for r in rows}
     gated = {row[""] for row in record.tables["own, gated, N = 24, router as it starts"]["rows"]}
@@ -124,6 +128,18 @@ def test_benchmark(record, monkeypatch):
     assert "goal" not in texts["gated, N = 24, router as it starts: UniF-MoE, in a CUDA graph, forward"]
     assert all(float(row["made ready (s)"]) >= 0 for row in rows)
     assert min(float(row["forward / dense"]) for row in rows if row[""].startswith("dense")) == 1
+
+
+def test_a_layer_that_captures_nothing_is_not_timed_for_one_that_does(record, monkeypatch):
+    monkeypatch.setattr(device, "kernels", lambda **options: nullcontext())
+    monkeypatch.setattr(timing, "_shapes", lambda *_: [replace(UNIFORM[0], **SMALL)])
+    stand_in = Again()
+    stand_in.fails = True
+    monkeypatch.setattr(graphs, "device", stand_in)
+    timing.check(record, "own")
+    title = "vision, N = 24, router as it starts"
+    assert verdicts(record)[f"{title}: UniF-MoE, cuda_graphs=True"] == "failed"
+    assert "UniF-MoE, cuda_graphs=True" not in {row[""] for row in record.tables[f"own, {title}"]["rows"]}
 
 
 def test_peers_and_a_model(record, monkeypatch):

@@ -287,6 +287,18 @@ def test_outcomes_of_tests(tmp_path):
     found = {finding["what"]: finding for finding in record.findings}
     assert found["tests/a.py::test_y"]["text"].startswith("boom") and found["tests"]["verdict"] == "failed"
     assert found["tests"]["text"] == "1 passed, 1 failed" and found["time"]["verdict"] == "note"
+    passed = "tests/a.py::test_x[1] PASSED   [100%]\n"
+    for error, verdict, said in (
+        ("ModuleNotFoundError: No module named 'mpi4py'", "skipped", "1 passed, 1 files without a library"),
+        ("ModuleNotFoundError: No module named 'unifmoe_dist.gone'", "failed", "1 passed, 1 error"),
+        ("NameError: name 'x' is not defined", "failed", "1 passed, 1 error"),
+    ):
+        record = Record(tmp_path / "part.json", 10, on_card=True)
+        log.write_text(f"{passed}ERROR tests/b.py - {error}\n")  # none of that file's tests has a line
+        suite._tell(record, log, late=False)
+        found = {finding["what"]: finding for finding in record.findings}
+        assert error in found["tests/b.py"]["text"] and found["tests/b.py"]["verdict"] == verdict
+        assert found["tests"]["text"] == said and found["tests"]["verdict"] == verdict.replace("skipped", "ok")
     log.write_text("no such option\n")
     suite._tell(record, log, late=False)
     assert record.findings[-1] == {"what": "tests", "verdict": "failed", "text": "no test ran: no such option"}

@@ -6,9 +6,8 @@ import contextlib
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from tests.support.drawn import given, settings, st
 from tests.support.triton import DEVICE
 from unifmoe_dist.kernels import select, self_test
 from unifmoe_dist.kernels.exchange import TorchPacking

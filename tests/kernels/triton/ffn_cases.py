@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from tests.support.drawn import given, settings, st
 from tests.support.triton import (
     DEVICE,
     bank,

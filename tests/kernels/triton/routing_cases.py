@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.support.drawn import given, settings, st
 from tests.support.triton import (
     DEVICE,
     bank,

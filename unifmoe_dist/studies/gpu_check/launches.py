@@ -20,7 +20,9 @@ def check(record: Record) -> None:
     counts: dict[int, tuple[int, int]] = {}
     for experts in EXPERTS if record.on_card else TINY_EXPERTS:
         with record.attempt(f"K = {experts}"), device.quiet_tiles(), device.kernels():
-            counts[experts] = _count(record, experts)
+            forward, backward = _count(record, experts)
+            if forward:
+                counts[experts] = forward, backward
     if counts:
         forward, backward = (max(count[i] for count in counts.values()) for i in (0, 1))
         fits = forward <= FORWARD and backward <= BACKWARD

@@ -13,10 +13,13 @@ from unifmoe_dist.studies.gpu_check.processes import ROOT
 from unifmoe_dist.studies.gpu_check.record import FAILED, NOTE, OK, SKIPPED, LeftOut, Record
 
 INTERPRETED = ("routing_cases.py", "-k", "ties or mask")
+MISSING = "FILES WITHOUT A LIBRARY"
 _RESERVE = 5.0  # seconds for what comes after the tests
 _LINE = re.compile(
     r"(?:^|\] )(?:\[ *\d+%\] )?(PASSED|FAILED|ERROR|SKIPPED) +(\S+)|^(\S+::\S+.*?) (PASSED|FAILED|ERROR|SKIPPED)"
 )
+
+_NO_FILE = re.compile(r"ERROR ([^\s:]+\.py)(?: - |$)")
 
 
 def on_card() -> list[str]:
@@ -37,27 +40,35 @@ def check(record: Record) -> None:
 
 
 def _run(record: Record, log: Path) -> bool:
-    """Run pytest as long as there is time; whether it was ended before it was through."""
+    """Run pytest as long as there is time, slow tests last; whether it was ended before it was through."""
     words = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "--color=no"]
     words += ["--continue-on-collection-errors"]
     if importlib.util.find_spec("xdist") is not None and record.on_card:
         words += ["-n", str(min(8, max(2, (os.cpu_count() or 2) // 2)))]
-    words += on_card() if record.on_card else INTERPRETED
+    files = on_card()[2:]
+    runs = (
+        [["-m", marks, *files] for marks in ("gpu and not slow", "gpu and slow")] if record.on_card else [INTERPRETED]
+    )
     folder = ROOT if record.on_card else ROOT / "tests" / "kernels" / "triton"
     with log.open("w") as output:
-        process = subprocess.Popen(words, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            process.wait(max(1.0, record.left - _RESERVE))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return True
+        for run in runs:
+            process = subprocess.Popen([*words, *run], cwd=folder, stdout=output, stderr=subprocess.STDOUT)
+            try:
+                process.wait(max(1.0, record.left - _RESERVE))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                return True
     return False
 
 
 def outcomes(text: str) -> dict[str, str]:
-    """What became of every test, by name, in pytest's verbose output, of several workers or of one."""
+    """What became of every test, by name, in pytest's verbose output, of several workers or of one; and of every file
+    that could not be imported, which only the summary names: `MISSING` where a library is not installed."""
     found = {}
     for line in text.splitlines():
+        if match := _NO_FILE.match(line):
+            lacking = re.search(r"No module named '(?!unifmoe_dist|tests)", line)
+            found[match[1]] = MISSING if lacking else "ERROR"
         if line.startswith(("FAILED ", "ERROR ")):  # the summary says them once more
             continue
         if match := _LINE.search(line):
@@ -68,11 +79,14 @@ def outcomes(text: str) -> dict[str, str]:
 def _tell(record: Record, log: Path, late: bool) -> None:
     text = log.read_text(errors="replace")
     found = outcomes(text)
-    counts = {kind: sum(value == kind for value in found.values()) for kind in ("PASSED", "FAILED", "ERROR", "SKIPPED")}
+    kinds = ("PASSED", "FAILED", "ERROR", "SKIPPED", MISSING)
+    counts = {kind: sum(value == kind for value in found.values()) for kind in kinds}
     said = ", ".join(f"{count} {kind.lower()}" for kind, count in counts.items() if count) or "no test ran"
     for name, value in found.items():
         if value in ("FAILED", "ERROR"):
             record.find(name, FAILED, f"{_reason(text, name)} (parts/{log.name})")
+        elif value == MISSING:
+            record.find(name, SKIPPED, f"none of its tests ran: {_reason(text, name)}")
     if late:
         record.find("time", NOTE, f"the tests were ended where their time was: {said} until then")
     if not counts["PASSED"] and not counts["FAILED"]:

@@ -138,11 +138,36 @@ def _with_graphs(contender: Contender) -> nn.Module:
     return layer
 
 
+def _in_own_graphs(layer: Any, subject: Subject) -> Subject:
+    """With both passes captured; a pass without gradients is, in evaluation.
+
+    Raises:
+        RuntimeError: they are not, and what was timed would be eager.
+    """
+    without_gradients = subject.infer
+
+    def infer() -> None:
+        layer.training = False  # alone of its modules: a graph asks no other, and the clock runs
+        without_gradients()
+        layer.training = True
+
+    subject = replace(subject, infer=infer)
+    for _ in range(3):
+        subject.infer()
+        subject.train()
+    if layer.graphs.failure or len(layer.graphs._made) < 2:
+        raise RuntimeError(f"the layer captured no graph: {layer.graphs.failure or 'nothing says why'}")
+    return subject
+
+
 def _subject(contender: Contender, x: Tensor) -> Subject:
     """A contender made ready; in a CUDA graph, with both passes captured."""
     if contender.name.endswith(GRAPH):
         device.need_card(x.device)
-    subject = ready(contender, lambda: (x.detach().requires_grad_(),))
+    module = contender.build()
+    subject = ready(replace(contender, build=lambda: module), lambda: (x.detach().requires_grad_(),))
+    if contender.name.endswith(OPTION):
+        subject = _in_own_graphs(module, subject)
     if contender.name.endswith(GRAPH):
         infer, train = device.captured(subject.infer, x.device), device.captured(subject.train, x.device)
         subject = replace(subject, infer=infer, train=train)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -62,6 +63,8 @@ def start(
     groups: Any = import_module("deepspeed.utils.groups")
     groups._WORLD_GROUP = None  # of another job of this process, perhaps
     engine, *_ = library.initialize(
+        # Else it takes the device of LOCAL_RANK, which is not there where a launcher shows each rank its own GPU alone.
+        args=SimpleNamespace(device_rank=ranks.device.index) if ranks.device.type == "cuda" else None,
         model=model,
         optimizer=optimizer,
         lr_scheduler=schedule,

@@ -269,7 +269,8 @@ def test_ffn_saves_little_for_the_backward_pass():
         rest = 4 * (x.numel() + gates.numel()) + 20 * 2 + 2 * (2 * 2 * 4)
         assert 0.9 * most < total <= rest + most and (most or total <= rest)
         grads.append(torch.autograd.grad(y.sum(), [x, *experts.parameters()]))
-    assert all(torch.equal(one, other) for pair in (grads[:2], grads[1:]) for one, other in zip(*pair, strict=True))
+    most = 0.0 if DEVICE == "cpu" else 1e-5  # a compiler may order the sums of these kernels differently
+    assert all(error(one, other) <= most for pair in (grads[:2], grads[1:]) for one, other in zip(*pair, strict=True))
 
 
 def test_float32_products_keep_float32():

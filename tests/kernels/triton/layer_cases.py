@@ -318,7 +318,8 @@ def test_a_trial_without_memory_is_no_verdict(monkeypatch, recwarn):
     with monkeypatch.context() as patch:
         patch.setattr(triton_ffn, "triton_block_ffn", short)
         assert not self_test.ffn_works(x, weights)
-    assert self_test.ffn_works(x, weights) and not recwarn.list
+    assert self_test.ffn_works(x, weights)
+    assert not [w for w in recwarn if "Triton is not used" in str(w.message)]
 
 
 def test_kernels_are_launched_on_the_device_of_their_tokens(monkeypatch):

@@ -53,7 +53,8 @@ def test_a_warm_up_tries_what_will_run_and_leaves_no_trace(sizes, training, in_t
         y = layer(random(3, 5, 32))
     if training:
         y.sum().backward()
-    assert self_test._verdicts == tried and not recwarn.list
+    assert self_test._verdicts == tried
+    assert not [w for w in recwarn if "Triton" in str(w.message)]  # a driver may have words of its own
 
 
 def test_a_warm_up_of_complete_experts_in_half_precision(in_triton):

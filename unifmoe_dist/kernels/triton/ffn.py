@@ -48,7 +48,7 @@ from unifmoe_dist.kernels.triton.math import DTYPES, power_of_two
 from unifmoe_dist.kernels.triton.overflow import launch_overflow
 from unifmoe_dist.kernels.triton.plan import GroupOffsets, Plan, count_groups, make_plan
 from unifmoe_dist.kernels.triton.weight_gradients import WeightGradients
-from unifmoe_dist.kernels.triton.workspace import LaunchShape, TritonOptions, Workspace
+from unifmoe_dist.kernels.triton.workspace import LaunchShape, TritonOptions, Workspace, part_channels
 
 _TENSORS = ("keys", "values", "key_bias", "value_bias", "gate_keys", "gate_key_bias")
 _WEIGHT_NAMES = (
@@ -63,7 +63,8 @@ def unsupported(x: Tensor, weights: ExpertWeights) -> str | None:
     width, gated = hidden // weights.num_blocks, weights.gate_keys is not None
     if x.dtype not in DTYPES:
         return f"they compute float32, bfloat16 and float16, not {x.dtype}"
-    if x.shape[0] * (experts + 1) * weights.num_blocks * tile_sizes.parts(width, x.element_size(), gated)[0] >= 2**30:
+    cuts, _ = tile_sizes.parts(width, x.element_size(), gated, part_channels(x.device, gated))
+    if x.shape[0] * (experts + 1) * weights.num_blocks * cuts >= 2**30:
         return f"{x.shape[0]} tokens over {experts} experts are too many rows for 32-bit indices"
     return None
 

@@ -91,15 +91,25 @@ def test_each_place_has_a_stream_aside(calls, monkeypatch):
     ]
 
 
-def test_a_capture_that_fails_gives_the_stream_back(calls):
-    device, x = graphs.Cuda(), torch.ones(2)
+@pytest.mark.parametrize("known", [True, False])
+def test_a_capture_that_fails_gives_the_stream_back(known, calls, monkeypatch):
+    """And the allocator is told of its end, unless torch has done so."""
+    device, x, released = graphs.Cuda(), torch.ones(2), []
+
+    def end(number, pool):
+        if known:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *given: released.append(given), raising=False)
 
     def fail():
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError, match="no"), device.aside(x):
         device.capture(device.pool(), fail)
-    assert calls[-1] == "main waits for side"
+    assert calls[-1] == "main waits for side" and released == ([] if known else [(3, 0)])
 
 
 def test_waits_of_the_host_are_noticed(calls):
@@ -204,3 +214,19 @@ def test_a_failed_capture_leaves_the_device_as_it_was():
             layer(x).sum().backward()
     assert torch.cuda.current_stream() == stream and not torch.cuda.is_current_stream_capturing()
     assert layer.graphs.failure is not None and layer(x).isfinite().all()
+
+
+@pytest.mark.gpu
+def test_the_allocator_knows_that_a_failed_capture_is_over():
+    device, x = graphs.Cuda(), torch.ones(4, device="cuda")
+
+    def waits():
+        return [x * float((x + 1).sum())]  # which no graph can repeat
+
+    with pytest.raises(RuntimeError), device.aside(x):
+        device.capture(device.pool(), waits)
+    torch.cuda.empty_cache()  # before, an internal error of torch
+    with device.aside(x):
+        replay, (made,) = device.capture(device.pool(), lambda: [x * 2])
+    replay()
+    assert made.tolist() == [2.0] * 4

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules import module as torch_module
 
+from unifmoe_dist.captures import Cuda
 from unifmoe_dist.eager import in_transform
 from unifmoe_dist.errors import UserError
 from unifmoe_dist.kernels import chosen_kernels
@@ -42,67 +43,6 @@ _SHAPES_COUNTED = 256
 
 Pass = Callable[[Tensor, Tensor | None], Tensor]
 """Of (N, D) tokens and a mask, or none."""
-
-
-class Cuda:
-    """Torch's calls around CUDA graphs."""
-
-    def __init__(self) -> None:
-        self._streams: dict[Hashable, torch.cuda.Stream] = {}
-
-    def takes(self, x: Tensor) -> bool:
-        """Whether a pass over x may be captured or repeated now."""
-        return x.is_cuda and not torch.cuda.is_current_stream_capturing()
-
-    def place(self, x: Tensor) -> Hashable:
-        """Where graphs over x run, one after the other."""
-        return x.device, torch.cuda.current_stream(x.device).cuda_stream
-
-    @contextlib.contextmanager
-    def aside(self, x: Tensor) -> Iterator[None]:
-        """On a stream on which x's device can be captured; leaves its generator as it was."""
-        with torch.cuda.device(x.device), torch.random.fork_rng(devices=[x.device]):
-            current = torch.cuda.current_stream()
-            # Libraries keep memory for each stream, which two places must not share: their graphs may meet.
-            stream = self._streams.setdefault(self.place(x), torch.cuda.Stream())
-            stream.wait_stream(current)
-            try:
-                with torch.cuda.stream(stream):
-                    yield
-            finally:
-                current.wait_stream(stream)
-
-    def waits(self, run: Callable[[], Any]) -> bool:
-        """Run it, inside `aside`; whether that made the host wait for the device, which no graph can repeat.
-
-        Better known before a capture: one that fails may leave the device's generator in it.
-        """
-        mode = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                run()
-            finally:
-                torch.cuda.set_sync_debug_mode(mode)
-        return any("called a synchronizing" in str(warning.message) for warning in said)
-
-    def pool(self) -> Any:
-        """Memory for graphs that always are repeated in the order of their captures."""
-        return torch.cuda.graph_pool_handle()
-
-    def capture(self, pool: Any, run: Callable[[], Sequence[Any]]) -> tuple[Callable[[], None], Sequence[Any]]:
-        """What repeats `run`, inside `aside`, and its tensors, which a repetition writes again."""
-        graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.current_stream()
-        try:
-            # Other threads may pin memory meanwhile, which the mode "global" would not have.
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                made = run()
-        finally:
-            torch.cuda.set_stream(stream)  # where the capture failed, it has not been put back
-        return graph.replay, made
-
 
 device: Any = Cuda()
 

@@ -273,6 +273,20 @@ def test_all_gpu_tests_are_found():
     assert words[:2] == ["-m", "gpu"] and "tests/kernels/triton/test_triton.py" in words and len(words) > 4
 
 
+NOT_IMPORTED = """
+==================================== ERRORS ====================================
+________________________ ERROR collecting tests/b.py ________________________
+ImportError while importing test module '/src/tests/b.py'.
+Hint: make sure your test modules/packages have valid Python names.
+Traceback:
+tests/b.py:16: in <module>
+    from transformers import BatchEncoding
+E   {}
+=========================== short test summary info ============================
+ERROR tests/b.py
+"""  # as pytest says it; none of that file's tests has a line
+
+
 def test_outcomes_of_tests(tmp_path):
     one = (
         "tests/a.py::test_x[1] PASSED   [ 50%]\ntests/a.py::test_y FAILED   [100%]\nFAILED tests/a.py::test_y - boom\n"
@@ -294,7 +308,7 @@ def test_outcomes_of_tests(tmp_path):
         ("NameError: name 'x' is not defined", "failed", "1 passed, 1 error"),
     ):
         record = Record(tmp_path / "part.json", 10, on_card=True)
-        log.write_text(f"{passed}ERROR tests/b.py - {error}\n")  # none of that file's tests has a line
+        log.write_text(passed + NOT_IMPORTED.format(error))
         suite._tell(record, log, late=False)
         found = {finding["what"]: finding for finding in record.findings}
         assert error in found["tests/b.py"]["text"] and found["tests/b.py"]["verdict"] == verdict

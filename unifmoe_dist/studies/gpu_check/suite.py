@@ -19,7 +19,7 @@ _LINE = re.compile(
     r"(?:^|\] )(?:\[ *\d+%\] )?(PASSED|FAILED|ERROR|SKIPPED) +(\S+)|^(\S+::\S+.*?) (PASSED|FAILED|ERROR|SKIPPED)"
 )
 
-_NO_FILE = re.compile(r"ERROR ([^\s:]+\.py)(?: - |$)")
+_NO_FILE = re.compile(r"^_+ ERROR collecting (\S+) _+$(.*?)^E +(\w+(?:Error|Exception)\b.*?)$", re.M | re.S)
 
 
 def on_card() -> list[str]:
@@ -50,9 +50,10 @@ def _run(record: Record, log: Path) -> bool:
         [["-m", marks, *files] for marks in ("gpu and not slow", "gpu and slow")] if record.on_card else [INTERPRETED]
     )
     folder = ROOT if record.on_card else ROOT / "tests" / "kernels" / "triton"
+    env = os.environ | {"COLUMNS": "240"}  # for a reason on one line
     with log.open("w") as output:
         for run in runs:
-            process = subprocess.Popen([*words, *run], cwd=folder, stdout=output, stderr=subprocess.STDOUT)
+            process = subprocess.Popen([*words, *run], cwd=folder, stdout=output, stderr=subprocess.STDOUT, env=env)
             try:
                 process.wait(max(1.0, record.left - _RESERVE))
             except subprocess.TimeoutExpired:
@@ -63,16 +64,15 @@ def _run(record: Record, log: Path) -> bool:
 
 def outcomes(text: str) -> dict[str, str]:
     """What became of every test, by name, in pytest's verbose output, of several workers or of one; and of every file
-    that could not be imported, which only the summary names: `MISSING` where a library is not installed."""
+    that could not be imported: `MISSING` where a library is not installed."""
     found = {}
     for line in text.splitlines():
-        if match := _NO_FILE.match(line):
-            lacking = re.search(r"No module named '(?!unifmoe_dist|tests)", line)
-            found[match[1]] = MISSING if lacking else "ERROR"
         if line.startswith(("FAILED ", "ERROR ")):  # the summary says them once more
             continue
         if match := _LINE.search(line):
             found[match[2] or match[3]] = match[1] or match[4]
+    for file, _, why in _NO_FILE.findall(text):
+        found[file] = MISSING if re.search(r"No module named '(?!unifmoe_dist|tests)", why) else "ERROR"
     return found
 
 
@@ -104,5 +104,8 @@ def _tell(record: Record, log: Path, late: bool) -> None:
 
 def _reason(text: str, name: str) -> str:
     """What pytest's summary says of a test that failed, if it came to that."""
+    for file, _, why in _NO_FILE.findall(text):
+        if file == name:
+            return why
     match = re.search(rf"^(?:FAILED|ERROR) {re.escape(name)} - (.*)$", text, re.M)
     return match[1] if match else "see the log"

@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import BatchEncoding
 
 from tests.support.ranks import run_ranks
 from tests.support.training import train
@@ -149,6 +148,7 @@ def test_nothing_is_read_early_where_no_device_is_fed():
 
 
 def test_tensors_in_every_kind_of_batch():
+    BatchEncoding = pytest.importorskip("transformers").BatchEncoding  # noqa: N806
     encoding = BatchEncoding({"input_ids": torch.ones(1, 2, dtype=torch.long), "mask": torch.ones(1, 2)})
     given = Pair([torch.zeros(2), "a name"], (encoding, {"n": 3, "t": torch.ones(2)}))
     moved = to_device(given, torch.device("cpu"), torch.bfloat16)

@@ -140,6 +140,24 @@ def test_what_is_given_for_gradients_stays(again):
     assert_same(*results)
 
 
+def test_no_pass_of_another_thread_comes_before_gradients_are_copied(again):
+    """Its forward pass writes into the memory from which they come."""
+    layer, awaited = warmed(again, make()), []
+    (made,) = layer.graphs._made.values()
+
+    class Watched:
+        def __init__(self, grad):
+            self.grad = grad
+
+        def clone(self):
+            awaited.append(made.awaited())
+            return self.grad.clone()
+
+    made.grads = [Watched(grad) for grad in made.grads]
+    layer(tokens()).sum().backward()
+    assert awaited == [True] * len(made.grads) and not made.awaited()
+
+
 def test_the_graphs_of_a_shape_have_a_pool_of_their_own(again):
     """In a common one, tensors that a backward pass reads may lie where a graph captured earlier works: a layer that is
     captured again, or two shapes in one step, gave wrong gradients."""

@@ -31,7 +31,9 @@ class Cuda:
         with torch.cuda.device(x.device), torch.random.fork_rng(devices=[x.device]):
             current = torch.cuda.current_stream()
             # Libraries keep memory for each stream, which two places must not share: their graphs may meet.
-            stream = self._streams.setdefault(self.place(x), torch.cuda.Stream())
+            if (place := self.place(x)) not in self._streams:
+                self._streams[place] = torch.cuda.Stream()
+            stream = self._streams[place]
             stream.wait_stream(current)
             try:
                 with torch.cuda.stream(stream):

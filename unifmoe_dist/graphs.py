@@ -81,6 +81,8 @@ class LayerGraphs:
         if not device.takes(x):
             return function(x, mask)
         parts = list(layer.modules())
+        if not x.shape[0] or _watched(parts) or (layer.training and not torch.is_grad_enabled()):
+            return function(x, mask)
         parameters = [*{id(p): p for part in parts for p in part._parameters.values() if p is not None}.values()]
         if reason := self.failure or _obstacle(layer, parameters):
             _say_once(f"cuda_graphs changes nothing in a layer of width {x.shape[1]}: {reason}.")
@@ -100,8 +102,6 @@ class LayerGraphs:
     ) -> Tensor | None:
         """The pass by a graph; None where there is none for it."""
         with_gradients = torch.is_grad_enabled()
-        if not x.shape[0] or _watched(parts) or (layer.training and not with_gradients):
-            return None
         self._check_weights([*parameters, *(b for part in parts for b in part._buffers.values() if b is not None)])
         trained = [p for p in parameters if p.requires_grad] if with_gradients else []
         differentiated = with_gradients and (x.requires_grad or bool(trained))
@@ -254,8 +254,8 @@ class _Captured:
             )
         self.grad_y.copy_(grad_y)
         self._backward()
-        once.done = True
         copies = [None if grad is None else grad.clone() for grad in self.grads]
+        once.done = True  # from here on a pass of another thread may overwrite them
         return copies if self.x.requires_grad else [None, *copies]
 
 

@@ -22,7 +22,7 @@ from unifmoe_dist.errors import UserError
 from unifmoe_dist.kernels import tile_sizes, use_kernels
 from unifmoe_dist.studies.memory import budget as memory
 from unifmoe_dist.studies.memory.deepspeed_memory import Group
-from unifmoe_dist.studies.memory.fake_step import KINDS, fake_storage, sizes_of_algorithm, task_of_sizes
+from unifmoe_dist.studies.memory.fake_step import KINDS, fake_storage, sizes_of_algorithm, task_of_sizes, variants
 from unifmoe_dist.studies.memory.measured_peak import check
 from unifmoe_dist.studies.memory.stand_ins import Load, standing_in
 from unifmoe_dist.studies.meters import Ledger, LiveBytes
@@ -374,6 +374,14 @@ def test_every_layer_is_taken_to_start_evenly():
         layers = moe_layers(build.build_model(config, task_of_sizes(config)))
     assert len(layers) == len(config.model.layers)
     assert all(Load.at_start(layer) == Load(4.0, 3.0) for layer in layers.values())  # B / 2 and K / 2
+
+
+def test_variants_of_a_run_in_graphs():
+    """Activation checkpointing goes without graphs; before, no table of variants came."""
+    config = config_of("--parallel.cuda_graphs", "true")
+    parallel = [variant.parallel for variant in variants(config)]
+    assert len(parallel) == len([*variants(config_of())])
+    assert all(one.cuda_graphs != one.gradient_checkpointing for one in parallel)
 
 
 def test_what_graphs_hold_all_the_time():

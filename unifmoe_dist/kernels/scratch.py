@@ -39,8 +39,9 @@ class Scratch:
     def take(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Undefined memory of a shape, until the pass ends; two of one pass have different names."""
         size = math.prod(shape) * dtype.itemsize
-        if self._given is not None:
-            return self._given[name][:size].view(dtype).view(*shape)
+        given = None if self._given is None else self._given.get(name)
+        if given is not None and given.numel() >= size:
+            return given[:size].view(dtype).view(*shape)
         self._bytes[name] = max(size, self._bytes.get(name, 0))
         return torch.empty(shape, dtype=dtype, device=device)
 

@@ -3,7 +3,7 @@
 Compilers and devices differ, and a wrong sum is worse than a slow one. At the first use of a shape a small case runs
 forward and backward in both Triton and plain torch, in the tiles that the shape takes; if they disagree, or Triton
 fails, plain torch is used, with a warning. Where a case cannot be tried, for lack of memory or while a CUDA graph is
-captured, plain torch is used until it can.
+captured or another thread tries one, plain torch is used until it can.
 """
 
 from __future__ import annotations
@@ -129,10 +129,11 @@ def failures() -> list[tuple[Case, str]]:
 
 def refuse(case: Case, reason: str, devices: Iterable[torch.device]) -> None:
     """Take plain torch for a case of `failures`, whatever its trial here has said or would say."""
-    for device in devices:
-        if device.type == case.device.type:
-            here = replace(case, device=device)
-            _verdicts[here], _reasons[here] = False, reason
+    with _one_at_a_time:
+        for device in devices:
+            if device.type == case.device.type:
+                here = replace(case, device=device)
+                _verdicts[here], _reasons[here] = False, reason
 
 
 @contextlib.contextmanager
@@ -261,8 +262,14 @@ def _proven(case: Any, tolerance: float, compare: Callable[[Any], list[tuple[Ten
         return _verdicts[case]
     if case.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return False  # a trial would become part of the graph
-    with _one_at_a_time:
+    if not _one_at_a_time.acquire(blocking=False):
+        return (
+            False  # to wait here, perhaps in a backward pass, for a trial that waits for backward passes, is for ever
+        )
+    try:
         return _verdicts[case] if case in _verdicts else _tried(case, tolerance, compare)
+    finally:
+        _one_at_a_time.release()
 
 
 def _tried(case: Any, tolerance: float, compare: Callable[[Any], list[tuple[Tensor, Tensor]]]) -> bool:

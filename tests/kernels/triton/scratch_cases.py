@@ -39,6 +39,18 @@ class OnePass:
         assert all(torch.equal(one, other) for one, other in zip(got, self.want, strict=True))
 
 
+def test_what_no_trial_has_told_is_ones_own():
+    """A capture that asks for more than its trial did has memory of its own graph for it."""
+    scratch, device = Scratch(held := {}), torch.device(DEVICE)
+    scratch.take("rows", (2, 3), torch.float32, device)
+    scratch.hold(device)
+    few = scratch.take("rows", (3,), torch.float32, device)
+    assert few.data_ptr() == held["rows"].data_ptr()
+    for name, shape in (("rows", (5, 3)), ("total", (2,))):
+        other = scratch.take(name, shape, torch.float32, device)
+        assert other.shape == shape and other.data_ptr() != held["rows"].data_ptr()
+
+
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("options", [TritonOptions(), TritonOptions(workspace_bytes=8_000)], ids=["whole", "overflow"])
 def test_passes_share_what_they_are_lent(gated, options):

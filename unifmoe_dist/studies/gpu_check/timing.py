@@ -197,8 +197,9 @@ def _write(record: Record, result: Result, which: str, waited: dict[str, float])
             row[f"{words} (µs)"] = f"{1e6 * timing.median(kind):.0f} ± {1e6 * timing.spread(kind):.0f}"
             row[f"{words} / dense"] = f"{timing.median(kind) / _floor(result, kind):.2f}"
             row[f"{words} / floor"] = "" if timing.work is None else f"{over_floor(result, timing, kind):.2f}"
-        row["kept (MB)"] = f"{timing.kept / 2**20:.1f}"
-        row["peak (MB)"] = "" if timing.peak is None else f"{timing.peak / 2**20:.1f}"
+        eager = not timing.contender.endswith(OPTION)  # what is measured are passes that no graph repeats
+        row["kept (MB)"] = f"{timing.kept / 2**20:.1f}" if eager else ""
+        row["peak (MB)"] = f"{timing.peak / 2**20:.1f}" if eager and timing.peak is not None else ""
         row["made ready (s)"] = f"{waited[timing.contender]:.1f}"  # compiled, proven and tuned, where it is the first
         record.row(f"{which}, {result.name}", title, row)
         numbers[timing.contender] = vars(timing)

@@ -144,6 +144,7 @@ def variants(config: TrainConfig) -> Iterator[TrainConfig]:
     for checkpointing, stage, offload in product((False, True), stages, (False, True)):
         if stage or not offload:
             chosen = dict(zero_stage=stage, offload_optimizer=offload, gradient_checkpointing=checkpointing)
+            chosen |= dict(cuda_graphs=config.parallel.cuda_graphs and not checkpointing)  # which goes without
             yield replace(config, parallel=replace(config.parallel, **chosen))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import triton
+
 from unifmoe_dist.studies.kernel_estimates.cases import Card, Load
 from unifmoe_dist.studies.kernel_estimates.compiled import Launch
 from unifmoe_dist.studies.kernel_estimates.estimate import (
@@ -27,7 +29,8 @@ The floor is the products of the selected blocks at the speed of a dense layer, 
 plain shapes, by the same rate elsewhere.
 `make gpu` measures the same layers. Only Triton's kernels are listed; a forward pass launches one operation of torch
 beside them, a backward pass five. Tiles that the workspace does not hold at once, which the overflow launch computes,
-are counted in the lines of the others. Tiles are rows x blocks, as many numbers as the kernel has.
+are counted in the lines of the others. Tiles are rows x blocks, as many numbers as the kernel has. Compiled by Triton
+{triton.__version__}; another version may take other registers.
 
 ```bash
 python launch/kernel_estimates.py --output docs/kernel_estimates.md     # minutes: it compiles every kernel

@@ -86,9 +86,8 @@ def test_each_place_has_a_stream_aside(calls, monkeypatch):
     for x in (torch.ones(2), torch.ones(3), torch.ones(2)):
         with device.aside(x):
             pass
-    assert [entry for entry in calls if "waits for main" in entry] == [
-        *(f"{name} waits for main" for name in ("first", "second", "first"))
-    ]
+    begun = [entry for entry in calls if "waits for main" in entry]
+    assert begun == [f"{name} waits for main" for name in ("first", "second", "first")]
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from functools import partial
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from tests.support.threads import in_threads
 from unifmoe_dist.kernels import self_test
 
 
@@ -30,19 +31,15 @@ def test_trials_take_turns(monkeypatch):
         time.sleep(0.05)
         return [(torch.ones(1), torch.ones(1))]
 
-    def prove(start, device):
+    def prove(start):
         time.sleep(start)
-        case = Case(torch.device(device))
+        case = Case(torch.device("cpu"))
         while not self_test._proven(case, 1e-3, compare):  # another's trial is under way
             time.sleep(0.01)
 
     torch.set_default_dtype(torch.bfloat16)
     try:
-        threads = [threading.Thread(target=prove, args=(0.02 * number, "cpu")) for number in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        assert in_threads(*(partial(prove, 0.02 * number) for number in range(3))) == []
         assert torch.get_default_dtype() == torch.bfloat16
     finally:
         torch.set_default_dtype(before)

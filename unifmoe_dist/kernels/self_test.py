@@ -262,10 +262,9 @@ def _proven(case: Any, tolerance: float, compare: Callable[[Any], list[tuple[Ten
         return _verdicts[case]
     if case.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return False  # a trial would become part of the graph
+    # To wait here, perhaps in a backward pass, for a trial that waits for backward passes, would be for ever.
     if not _one_at_a_time.acquire(blocking=False):
-        return (
-            False  # to wait here, perhaps in a backward pass, for a trial that waits for backward passes, is for ever
-        )
+        return False
     try:
         return _verdicts[case] if case in _verdicts else _tried(case, tolerance, compare)
     finally:
@@ -273,6 +272,7 @@ def _proven(case: Any, tolerance: float, compare: Callable[[Any], list[tuple[Ten
 
 
 def _tried(case: Any, tolerance: float, compare: Callable[[Any], list[tuple[Tensor, Tensor]]]) -> bool:
+    """The verdict of a trial, kept but where memory was short."""
     try:
         with _as_nobody_asked(case.device):
             for got, expected in compare(case):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from tests.support.threads import in_threads
 from unifmoe_dist.kernels.triton import tuning
 from unifmoe_dist.kernels.triton.tuning import Candidates, first_tiles, tuned
 
@@ -109,24 +110,6 @@ def tuner(kernel, clock=lambda took: 1.0):
     return tuning.Tuner(kernel, list(kernel.arg_names), configs, ["D", "M"], None, None, do_bench=bench)
 
 
-def in_threads(*jobs):
-    """What each raised, or nothing."""
-    raised = []
-
-    def guarded(job):
-        try:
-            job()
-        except Exception as error:  # as pytest would not hear of it
-            raised.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(job,)) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return raised
-
-
 def launch(of, dim=64):
     of.run(x=torch.zeros(1), D=dim, M=64, grid=(1,), warmup=False)
 
@@ -154,7 +137,7 @@ def test_a_candidate_that_does_not_compile_is_not_taken():
     kernel.run = broken
     launch(of)
     assert kernel.took[-1] == 32
-    kernel.run = lambda *_, **__: (_ for _ in ()).throw(RuntimeError("CUDA error: an illegal memory access"))
+    kernel.run = Mock(side_effect=RuntimeError("CUDA error: an illegal memory access"))
     with pytest.raises(RuntimeError, match="illegal memory"):
         launch(of, 128)
 

@@ -18,14 +18,13 @@ _RESERVE = 5.0  # seconds for what comes after the tests
 _LINE = re.compile(
     r"(?:^|\] )(?:\[ *\d+%\] )?(PASSED|FAILED|ERROR|SKIPPED) +(\S+)|^(\S+::\S+.*?) (PASSED|FAILED|ERROR|SKIPPED)"
 )
-
 _NO_FILE = re.compile(r"^_+ ERROR collecting (\S+) _+$(.*?)^E +(\w+(?:Error|Exception)\b.*?)$", re.M | re.S)
 
 
-def on_card() -> list[str]:
+def on_card(marks: str = "gpu") -> list[str]:
     """Words for pytest: the files that have GPU tests, as others may need what is not installed."""
     files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
-    return ["-m", "gpu", *(str(path.relative_to(ROOT)) for path in files)]
+    return ["-m", marks, *(str(path.relative_to(ROOT)) for path in files)]
 
 
 def check(record: Record) -> None:
@@ -45,10 +44,7 @@ def _run(record: Record, log: Path) -> bool:
     words += ["--continue-on-collection-errors"]
     if importlib.util.find_spec("xdist") is not None and record.on_card:
         words += ["-n", str(min(8, max(2, (os.cpu_count() or 2) // 2)))]
-    files = on_card()[2:]
-    runs = (
-        [["-m", marks, *files] for marks in ("gpu and not slow", "gpu and slow")] if record.on_card else [INTERPRETED]
-    )
+    runs = [on_card("gpu and not slow"), on_card("gpu and slow")] if record.on_card else [INTERPRETED]
     folder = ROOT if record.on_card else ROOT / "tests" / "kernels" / "triton"
     env = os.environ | {"COLUMNS": "240"}  # for a reason on one line
     with log.open("w") as output:
@@ -71,9 +67,14 @@ def outcomes(text: str) -> dict[str, str]:
             continue
         if match := _LINE.search(line):
             found[match[2] or match[3]] = match[1] or match[4]
-    for file, _, why in _NO_FILE.findall(text):
+    for file, why in _not_imported(text).items():
         found[file] = MISSING if re.search(r"No module named '(?!unifmoe_dist|tests)", why) else "ERROR"
     return found
+
+
+def _not_imported(text: str) -> dict[str, str]:
+    """Why which files could not be, of which no line of a test tells."""
+    return {file: why for file, _, why in _NO_FILE.findall(text)}
 
 
 def _tell(record: Record, log: Path, late: bool) -> None:
@@ -103,9 +104,8 @@ def _tell(record: Record, log: Path, late: bool) -> None:
 
 
 def _reason(text: str, name: str) -> str:
-    """What pytest's summary says of a test that failed, if it came to that."""
-    for file, _, why in _NO_FILE.findall(text):
-        if file == name:
-            return why
+    """What pytest says of a file that could not be imported or, in its summary, of a test that failed."""
+    if name in (whys := _not_imported(text)):
+        return whys[name]
     match = re.search(rf"^(?:FAILED|ERROR) {re.escape(name)} - (.*)$", text, re.M)
     return match[1] if match else "see the log"

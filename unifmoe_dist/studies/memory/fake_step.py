@@ -9,7 +9,7 @@ parts are stood for: what depends on values in layers of experts (`stand_ins.py`
 import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -95,9 +95,11 @@ def estimate(config: TrainConfig, ranks: int = 1, gpu: bool = True, load: Load |
         for tensor in tensors:
             live.ignore(tensor)
         micro_batches = min(2, parallel.gradient_accumulation)  # further ones repeat the second
-        with standing_in(algorithm, load, gpu, size), ExitStack() as around:
-            if parallel.cuda_graphs and gpu and size == 1:
-                around.enter_context(_in_graphs(algorithm, task.collate([*range(items)]), device, live))
+        graphs = parallel.cuda_graphs and gpu and size == 1
+        with (
+            standing_in(algorithm, load, gpu, size),
+            _in_graphs(algorithm, task.collate([*range(items)]), device, live) if graphs else nullcontext(),
+        ):
             for number in range(micro_batches):
                 with live:
                     batch, *_ahead = (task.collate([*range(items)]) for _ in range(2 if gpu else 1))
